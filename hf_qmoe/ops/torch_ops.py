@@ -1,0 +1,113 @@
+"""Operators on packed weights for any device: hit experts only, one at a time, unpacked into one reused buffer.
+
+No autograd here (`hf_qmoe.ops.schema` adds it) and no device names but the two files dispatched to below.
+"""
+
+import threading
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hf_qmoe.ops import cpu, cuda
+from hf_qmoe.ops.formats import decompress_absmax, dequantize, get_format
+
+
+class _Scratch(threading.local):
+    """One buffer per dtype and thread, on the CPU; elsewhere the caching allocator already reuses memory."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.dtype, Tensor] = {}
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised ``shape`` buffer, valid until the next call in this thread."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        numel = shape[0] * shape[1]
+        buffer = self.buffers.get(dtype)
+        if buffer is None or buffer.numel() < numel:
+            self.buffers[dtype] = buffer = torch.empty(numel, dtype=dtype)
+        return buffer[:numel].view(shape)
+
+
+_scratch = _Scratch()
+
+
+def release_scratch() -> None:
+    """Frees this thread's buffers; the next call allocates them again."""
+    _scratch.buffers.clear()
+
+
+def logical_shape(packed: Tensor, quant_type: str) -> tuple[int, int]:
+    """``(N, K)`` of a stack stored as uint8 ``[E, N, K * bits / 8]``."""
+    return packed.shape[1], packed.shape[2] * 8 // get_format(quant_type).bits
+
+
+def expert_absmax(
+    absmax: Tensor | None, nested_absmax: Tensor | None, nested_offset: Tensor | None, expert: int
+) -> Tensor | None:
+    """The fp32 scales ``[G]`` of one expert, decompressed if they are double-quantized."""
+    if absmax is None:
+        return None
+    scales = absmax[expert].reshape(-1)
+    if nested_absmax is None or nested_offset is None:
+        return scales
+    return decompress_absmax(scales, nested_absmax[expert], nested_offset[expert])
+
+
+def dequantize_expert(packed: Tensor, absmax: Tensor | None, quant_type: str, dtype: torch.dtype) -> Tensor:
+    """One expert as ``[N, K]`` in `dtype`; the buffer is reused by the next call in the same thread.
+
+    Args:
+        packed: uint8 ``[N, K * bits / 8]``.
+        absmax: fp32 ``[G]``, or `None` for bf16 and fp16.
+    """
+    if absmax is None:
+        return dequantize(packed, None, quant_type, 0, dtype)
+    rows, columns = packed.shape[0], packed.shape[1] * 8 // get_format(quant_type).bits
+    blocksize = rows * columns // absmax.numel()
+    buffer = _scratch.take((rows, columns), dtype, packed.device)
+    native = cpu if packed.device.type == "cpu" else cuda
+    if not native.dequantize_into(buffer, packed.contiguous(), absmax.contiguous(), quant_type, blocksize):
+        buffer.copy_(dequantize(packed, absmax, quant_type, blocksize, dtype))
+    return buffer
+
+
+def grouped_linear(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor | None,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+    expert_offsets: Tensor,
+    quant_type: str,
+    transpose: bool,
+) -> Tensor:
+    """``y = x @ W_e.T`` (or ``x @ W_e`` with `transpose`) for rows sorted by expert; see `hf_qmoe.ops.schema`."""
+    rows, columns = logical_shape(packed, quant_type)
+    out = x.new_empty(x.shape[0], columns if transpose else rows)
+    bounds = expert_offsets.tolist()
+    for expert, (start, end) in enumerate(pairwise(bounds)):
+        if start == end:
+            continue
+        scales = expert_absmax(absmax, nested_absmax, nested_offset, expert)
+        weight = dequantize_expert(packed[expert], scales, quant_type, x.dtype)
+        torch.mm(x[start:end], weight if transpose else weight.t(), out=out[start:end])
+    out[bounds[-1] :].zero_()
+    return out
+
+
+def dequantize_stack(
+    packed: Tensor,
+    absmax: Tensor | None,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+    quant_type: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The whole stack as ``[E, N, K]`` in `dtype`; see `hf_qmoe.ops.schema`."""
+    out = torch.empty(packed.shape[0], *logical_shape(packed, quant_type), dtype=dtype, device=packed.device)
+    for expert in range(packed.shape[0]):
+        scales = expert_absmax(absmax, nested_absmax, nested_offset, expert)
+        out[expert] = dequantize_expert(packed[expert], scales, quant_type, dtype)
+    return out

@@ -1,0 +1,350 @@
+"""`ExpertsNbit`: the experts of one MoE layer, stored packed.
+
+A drop-in for the experts modules of transformers v5 (``gate_up_proj [E, 2I, H]``, ``down_proj [E, H, I]``, called with
+``hidden_states, top_k_index, top_k_weights``). Tokens are sorted by expert, each expert that was hit is unpacked into
+one reused buffer, used, and forgotten; backward unpacks it again. What autograd keeps is activations and the packed
+parameters themselves.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
+from hf_qmoe.layout import float_stack_shapes, follows_experts_interface, stack_names
+from hf_qmoe.packed import PackedStack
+from hf_qmoe.packed_module import SUFFIXES, PackedModule
+from hf_qmoe.routing import Routing, route
+
+
+Activation = str | Callable[[Tensor], Tensor] | None
+
+
+def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    if activation is None:
+        return nn.SiLU()
+    if isinstance(activation, str):
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[activation]  # type: ignore[no-any-return]
+    return activation
+
+
+class ExpertsNbit(PackedModule):
+    """Packed experts of one layer.
+
+    Args:
+        num_experts: E.
+        hidden_dim: H.
+        intermediate_dim: I.
+        has_gate: ``gate_up_proj [E, 2I, H]`` if true, ``up_proj [E, I, H]`` if not.
+        activation: a name of transformers' ``ACT2FN``, a callable, or `None` for SiLU.
+        compute_dtype: dtype of the products; `None` follows `hidden_states`. Autocast, where on, has precedence.
+        quant_type: one of nf4, fp4, int8, fp8, bf16, fp16.
+        blocksize: weights per scale.
+        device: where the (zero) parameters are made.
+        double_quant: quantize the scales too, as bitsandbytes' ``compress_statistics``.
+        has_bias: add float ``gate_up_proj_bias [E, 2I]`` and ``down_proj_bias [E, H]``.
+        is_transposed: the float layout is ``[E, in, out]``; packed bytes are ``[E, out, in]`` either way.
+        is_concatenated: ``[gate; up]`` rows if true, interleaved ``gate0, up0, gate1, ...`` if not.
+
+    Parameters (all ``requires_grad=False`` but the biases): ``gate_up_proj`` uint8 ``[E, N, K * bits / 8]``,
+    ``gate_up_proj_absmax`` fp32 ``[E, N, K / blocksize]``, the same for ``down_proj``; see
+    ``docs/format.md`` for the rest.
+
+    Raises:
+        ValueError: an unknown `quant_type`, or a shape that the format cannot hold.
+    """
+
+    _model_class: type[nn.Module] | None = None
+    has_post_expert_norm = False
+    _is_expert_parallel = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_dim: int,
+        intermediate_dim: int,
+        has_gate: bool = True,
+        activation: Activation = None,
+        compute_dtype: torch.dtype | None = None,
+        quant_type: str = "nf4",
+        blocksize: int = 64,
+        device: torch.device | str | None = None,
+        *,
+        double_quant: bool = False,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+        is_concatenated: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.has_gate, self.has_bias = has_gate, has_bias
+        self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
+        self.act_fn = _activation(activation)
+        up_name, down_name = stack_names(has_gate)
+        up_features = (2 if has_gate else 1) * intermediate_dim
+        shapes = {up_name: (up_features, hidden_dim), down_name: (hidden_dim, intermediate_dim)}
+        self._set_stacks(
+            {
+                name: PackedStack.empty(num_experts, *shape, quant_type, blocksize, double_quant, device)
+                for name, shape in shapes.items()
+            },
+            compute_dtype,
+        )
+        if has_bias:
+            for name, (rows, _) in shapes.items():
+                bias = torch.zeros(num_experts, rows, dtype=compute_dtype, device=device)
+                self.register_parameter(f"{name}_bias", nn.Parameter(bias))
+
+    @classmethod
+    def from_float(
+        cls,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        has_gate: bool = True,
+        activation: Activation = None,
+        compute_dtype: torch.dtype | None = None,
+        quant_type: str = "nf4",
+        blocksize: int = 64,
+        *,
+        double_quant: bool = False,
+        gate_up_proj_bias: Tensor | None = None,
+        down_proj_bias: Tensor | None = None,
+        is_transposed: bool = False,
+        is_concatenated: bool = True,
+    ) -> "ExpertsNbit":
+        """Packs float stacks.
+
+        Args:
+            gate_up_proj: ``[E, 2I, H]`` (``[E, I, H]`` without a gate; ``[E, H, 2I]`` if `is_transposed`).
+            down_proj: ``[E, H, I]`` (``[E, I, H]`` if `is_transposed`).
+            gate_up_proj_bias: ``[E, 2I]``, with `down_proj_bias` ``[E, H]``, or neither.
+
+        The other arguments are those of the constructor.
+
+        Raises:
+            ValueError: shapes that do not belong together, or weights that are not finite.
+        """
+        stacks = [w.transpose(1, 2) if is_transposed else w for w in (gate_up_proj, down_proj)]
+        if any(w.ndim != 3 for w in stacks):
+            raise ValueError(
+                f"expected two stacks [E, N, K], got {tuple(gate_up_proj.shape)} and {tuple(down_proj.shape)}"
+            )
+        experts, hidden, intermediate = stacks[1].shape
+        expected = (experts, (2 if has_gate else 1) * intermediate, hidden)
+        if tuple(stacks[0].shape) != expected:
+            raise ValueError(
+                f"gate_up_proj is {tuple(stacks[0].shape)} as [E, N, K], but down_proj {tuple(stacks[1].shape)} "
+                f"{'with' if has_gate else 'without'} a gate needs {expected}"
+            )
+        if (gate_up_proj_bias is None) != (down_proj_bias is None):
+            raise ValueError("give both gate_up_proj_bias and down_proj_bias, or neither")
+        module = cls(
+            experts,
+            hidden,
+            intermediate,
+            has_gate,
+            activation,
+            compute_dtype,
+            quant_type,
+            blocksize,
+            gate_up_proj.device,
+            double_quant=double_quant,
+            has_bias=gate_up_proj_bias is not None,
+            is_transposed=is_transposed,
+            is_concatenated=is_concatenated,
+        )
+        for name, weights, bias in zip(module.stack_names, stacks, (gate_up_proj_bias, down_proj_bias), strict=True):
+            for expert, weight in enumerate(weights):
+                module.stack(name).quantize_expert_(expert, weight.detach())
+            if bias is not None:
+                setattr(module, f"{name}_bias", nn.Parameter(bias.detach().clone()))
+        return module
+
+    @classmethod
+    def from_experts(
+        cls,
+        module: nn.Module,
+        quant_type: str = "nf4",
+        blocksize: int = 64,
+        double_quant: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> "ExpertsNbit":
+        """Turns a transformers experts module into a packed one, in place.
+
+        The module becomes an instance of a subclass of both `ExpertsNbit` and its own class, so its gate function,
+        activation, biases, norm, flags and ``config`` stay what they were. Layout is read from its flags, never
+        guessed from shapes. On the meta device only shapes are made, for a loader to fill.
+
+        Args:
+            module: has transformers' flags (``has_gate``, ``is_transposed``, ...) and float stacks.
+
+        Returns:
+            `module` itself.
+
+        Raises:
+            TypeError: `module` has no such flags, or is packed already.
+            ValueError: a shape or format that cannot be packed.
+        """
+        if isinstance(module, ExpertsNbit):
+            raise TypeError(f"{type(module).__name__} is packed already")
+        if not follows_experts_interface(module):
+            raise TypeError(f"{type(module).__name__} is not an experts module of transformers' experts interface")
+        cls._check_quant_type(quant_type)
+        stacks = {}
+        for name, (experts, rows, columns) in float_stack_shapes(module).items():
+            weights = getattr(module, name)
+            stacks[name] = PackedStack.empty(
+                experts, rows, columns, quant_type, blocksize, double_quant, weights.device
+            )
+            if weights.device.type == "meta":
+                continue
+            for expert, weight in enumerate(weights.detach()):
+                stacks[name].quantize_expert_(expert, weight.t() if module.is_transposed else weight)
+            setattr(module, name, None)  # one stack of full-precision weights at a time
+        module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
+        assert isinstance(module, ExpertsNbit)
+        module._set_stacks(stacks, compute_dtype)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        # or transformers' `_init_weights` draws normal numbers into the bytes
+        return module
+
+    def to_experts(self, dtype: torch.dtype) -> nn.Module:
+        """Undoes `from_experts`, in place: float parameters in the model's own layout, the model's own class.
+
+        Raises:
+            TypeError: the module was not made by `from_experts`.
+        """
+        if self._model_class is None:
+            raise TypeError("only a module made by `ExpertsNbit.from_experts` has a float class to return to")
+        for name in self.stack_names:
+            stack = self.stack(name)
+            weights = stack.dequantize(dtype)
+            for field in stack.tensors():
+                if field != "packed":
+                    delattr(self, name + SUFFIXES[field])
+            weights = weights.transpose(1, 2).contiguous() if self.is_transposed else weights
+            setattr(self, name, nn.Parameter(weights))
+        del self.quant_metadata, self.quant_type, self.compute_dtype
+        self.__class__ = self._model_class  # type: ignore[assignment]
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._model_class is None:
+            return super().__reduce_ex__(protocol)
+        return _new_packed, (_plain_class(type(self)), self._model_class), self.__dict__.copy()
+
+    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
+        """``[S, 2I]`` to ``[S, I]``; a model's own ``_apply_gate`` takes the place of this one."""
+        if self.is_concatenated:
+            gate, up = gate_up_out.chunk(2, dim=-1)
+        else:
+            gate, up = gate_up_out[..., ::2], gate_up_out[..., 1::2]
+        return self.act_fn(gate) * up
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        *,
+        router_indices: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Runs each token through its experts.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: int ``[T, k]``, experts of each token (gpt-oss calls it ``router_indices``).
+            top_k_weights: ``[T, k]``, weight of each (``routing_weights``).
+
+        Returns:
+            ``[T, H]`` in the dtype of `hidden_states`. Products run in the compute dtype; the k experts of a token are
+            weighted and added in float32 (float64 for float64 products).
+
+        Raises:
+            RuntimeError: a parametrization sits on the packed parameters, as PEFT's ``target_parameters`` puts there.
+            ValueError: shapes that do not belong together.
+        """
+        top_k_index = router_indices if top_k_index is None else top_k_index
+        top_k_weights = routing_weights if top_k_weights is None else top_k_weights
+        self._check_call(hidden_states, top_k_index, top_k_weights)
+        assert top_k_index is not None
+        assert top_k_weights is not None
+        compute_dtype = self._product_dtype(hidden_states)
+        routing = route(top_k_index, self.num_experts)
+        up_name, down_name = self.stack_names
+
+        rows = gather_tokens(hidden_states.to(compute_dtype), routing.perm, routing.inverse, top_k_index.shape[1])
+        rows = self._project(rows, up_name, routing)
+        rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+        rows = self._project(rows.to(compute_dtype), down_name, routing)
+        if self.has_post_expert_norm:
+            rows = self.post_expert_norm(rows)  # type: ignore[operator]  # the model's submodule
+        rows = scatter_tokens(rows, routing.perm, routing.inverse)
+
+        per_token = rows.view(*top_k_index.shape, rows.shape[-1])
+        weights = top_k_weights.to(torch.promote_types(compute_dtype, torch.float32))
+        out: Tensor = (per_token * weights.unsqueeze(-1)).sum(dim=1)
+        return out.to(hidden_states.dtype)
+
+    def _project(self, rows: Tensor, name: str, routing: Routing) -> Tensor:
+        out = frozen_grouped_linear(rows, self.stack(name), routing.offsets)
+        if not self.has_bias:
+            return out
+        # Sentinel rows take the last expert's bias; their routing weight is zero.
+        bias: Tensor = getattr(self, f"{name}_bias").to(out.dtype)
+        return out + bias[routing.expert_ids.clamp(max=self.num_experts - 1)]
+
+    def _product_dtype(self, hidden_states: Tensor) -> torch.dtype:
+        device_type = hidden_states.device.type
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        return self.compute_dtype or hidden_states.dtype
+
+    def _check_call(self, hidden_states: Tensor, top_k_index: Tensor | None, top_k_weights: Tensor | None) -> None:
+        if "parametrizations" in self._modules:
+            raise RuntimeError(
+                f"a parametrization was put on the packed weights of {type(self).__name__} (PEFT's "
+                "`target_parameters` does this). It would train without them. Target the attention projections with "
+                "`target_modules`; packed bytes cannot be parametrized."
+            )
+        if top_k_index is None or top_k_weights is None:
+            raise ValueError("experts need hidden_states, top_k_index and top_k_weights")
+        if hidden_states.ndim != 2 or top_k_index.ndim != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
+            raise ValueError(
+                f"expected hidden_states [T, H] and top_k_index [T, k], got {tuple(hidden_states.shape)} and "
+                f"{tuple(top_k_index.shape)}"
+            )
+        if top_k_weights.shape != top_k_index.shape:
+            raise ValueError(
+                f"top_k_weights {tuple(top_k_weights.shape)} differs from top_k_index {tuple(top_k_index.shape)}"
+            )
+
+
+class Experts4bit(ExpertsNbit):
+    """`ExpertsNbit` restricted to the 4-bit formats, nf4 and fp4."""
+
+    _quant_types = ("nf4", "fp4")
+
+
+@cache
+def _packed_class(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> type[ExpertsNbit]:
+    members = {"_model_class": model_class, "__module__": packed.__module__, "__doc__": packed.__doc__}
+    own_gate = getattr(model_class, "_apply_gate", None)
+    if own_gate is not None:
+        members["_apply_gate"] = own_gate
+    return type(f"{model_class.__name__}Nbit", (packed, model_class), members)
+
+
+def _plain_class(packed: type[ExpertsNbit]) -> type[ExpertsNbit]:
+    return next(c for c in packed.__mro__ if issubclass(c, ExpertsNbit) and c._model_class is None)
+
+
+def _new_packed(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> ExpertsNbit:
+    cls = _packed_class(packed, model_class)  # type: ignore[arg-type]
+    return cls.__new__(cls)

@@ -1,0 +1,51 @@
+"""How a transformers experts module lays out its float weights, read from its flags and never from its shapes.
+
+``2I == H`` and ``I == H`` exist, so a shape cannot tell a transposed stack from a plain one.
+"""
+
+from torch import Tensor, nn
+
+from hf_qmoe.ops.formats import choose_blocksize
+
+
+def stack_names(has_gate: bool) -> tuple[str, str]:
+    """Names of the two stacks of an experts module, in transformers' spelling."""
+    return ("gate_up_proj" if has_gate else "up_proj"), "down_proj"
+
+
+def follows_experts_interface(module: nn.Module) -> bool:
+    """Whether `module` has the attributes that transformers' ``use_experts_implementation`` sets.
+
+    ``has_gate`` and ``is_transposed`` together match exactly the decorated classes, no false positive.
+    """
+    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed"))
+
+
+def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """``(E, N, K)`` of each stack of a float experts module, by parameter name, whatever its layout.
+
+    Raises:
+        ValueError: a stack is missing or is not a float ``[E, ., .]`` tensor.
+    """
+    shapes = {}
+    for name in stack_names(bool(module.has_gate)):
+        weights = getattr(module, name, None)
+        if not isinstance(weights, Tensor) or weights.ndim != 3 or not weights.is_floating_point():
+            found = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else "nothing"
+            raise ValueError(f"{type(module).__name__}.{name} should be a float stack [E, ., .], found {found}")
+        experts, rows, columns = weights.shape
+        shapes[name] = (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
+    return shapes
+
+
+def can_pack(module: nn.Module, quant_type: str, blocksize: int) -> bool:
+    """Whether a supported block size divides both stacks of a float experts module.
+
+    Raises:
+        ValueError: an odd in_features for a 4-bit format, or a block size the format does not know.
+    """
+    chosen = [
+        choose_blocksize(rows, columns, quant_type, blocksize)
+        for _, rows, columns in float_stack_shapes(module).values()
+    ]
+    return all(c is not None for c in chosen)

@@ -1,0 +1,20 @@
+"""Mixture-of-Experts models in 4 bit for transformers and PEFT, correct under gradient checkpointing.
+
+Importing this package registers the method ``qmoe`` with transformers; that is its only side effect.
+"""
+
+from hf_qmoe.versions import check_versions
+
+
+check_versions()
+
+from hf_qmoe.config import QMoEConfig  # noqa: E402
+from hf_qmoe.experts import Experts4bit, ExpertsNbit  # noqa: E402
+from hf_qmoe.quantizer import quantize_experts  # noqa: E402
+from hf_qmoe.register import register  # noqa: E402
+
+
+__version__ = "0.1.0"
+__all__ = ["Experts4bit", "ExpertsNbit", "QMoEConfig", "quantize_experts"]
+
+register()

@@ -1,0 +1,331 @@
+"""From checkpoint tensors to packed experts, as transformers reads the shards.
+
+transformers v5 loads a MoE by collecting the tensors of all experts, merging them into ``[E, N, K]`` and handing that
+to the quantizer: at its peak a whole layer in full precision. `PackingConverter` takes the place of such a converter
+and pulls one expert at a time through the model's own operations, so that a single expert is ever in full precision.
+Packed models are saved fused, in our layout, and read back by name: no converter is left for them then.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightTransform,
+)
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hf_qmoe import metadata
+from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.packed import PackedStack
+from hf_qmoe.packed_module import SUFFIXES
+
+
+class QMoEKeep(ConversionOps):
+    """Passes on the one tensor of a checkpoint that is fused already."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        """Renames the tensor to its target."""
+        (value,) = input_dict.values()
+        return {target_patterns[0]: value}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Itself."""
+        return QMoEKeep()
+
+
+class QMoETranspose(ConversionOps):
+    """``Transpose(check_dims=True)`` for a packed target: compares with the logical shape, not with the bytes'."""
+
+    def __init__(self, dim0: int, dim1: int) -> None:
+        self.dim0, self.dim1 = dim0, dim1
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: PreTrainedModel,
+        full_layer_name: str,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Transposes unless the tensor has the target's shape already (whatever its number of experts)."""
+        (value,) = input_dict.values()
+        tensor = value[0] if isinstance(value, list) else value
+        module, name = get_module_from_name(model, full_layer_name)
+        if tuple(tensor.shape[1:]) != module.float_shape(name)[1:]:
+            tensor = tensor.transpose(self.dim0, self.dim1).contiguous()
+        return {target_patterns[0]: tensor}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The stock operation, which saving a dequantized model uses."""
+        return Transpose(self.dim1, self.dim0, check_dims=True)
+
+
+def _for_packed_target(op: ConversionOps) -> ConversionOps:
+    if isinstance(op, Transpose) and op.check_dims:
+        return QMoETranspose(op.dim0, op.dim1)
+    return op
+
+
+def _works_per_expert(operations: list[ConversionOps]) -> bool:
+    """Whether `operations` can run on one expert at a time: merge along 0, then nothing across experts."""
+    merge, *rest = operations
+    if not (isinstance(merge, MergeModulelist) and merge.dim == 0):
+        return False
+    for op in rest:
+        if isinstance(op, Transpose | QMoETranspose):
+            keeps_experts_apart = 0 not in (op.dim0, op.dim1)
+        else:
+            keeps_experts_apart = isinstance(op, Concatenate | Interleave) and op.dim != 0
+        if not keeps_experts_apart:
+            return False
+    return True
+
+
+class PackingConverter(WeightConverter):
+    """A model's converter for an experts parameter, packing as it reads.
+
+    For targets that are not packed (experts left out by the config) it does what the original did.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def replacing(cls, converter: WeightConverter) -> "PackingConverter":
+        """The packing form of a model's own converter, with its patterns and scope."""
+        new = cls(
+            list(converter._original_source_patterns),
+            list(converter._original_target_patterns),
+            operations=[_for_packed_target(op) for op in converter.operations],
+            force_cpu=converter.force_cpu,
+        )
+        new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+        return new
+
+    def convert(
+        self,
+        layer_name: str,
+        model: PreTrainedModel | None = None,
+        config: Any = None,
+        hf_quantizer: Any = None,
+        loading_info: Any = None,
+    ) -> dict[str, Any]:
+        """Packs the collected tensors of the parameter `layer_name`.
+
+        Returns:
+            the packed parameter, its scales and the module's metadata, by full name.
+
+        Raises:
+            ValueError: experts are missing or too many, have a wrong shape, or hold values that are not finite.
+        """
+        assert model is not None
+        module, name = get_module_from_name(model, layer_name)
+        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
+            untouched: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
+            return untouched
+        if _works_per_expert(self.operations):
+            experts = self._merged_one_by_one(layer_name, module.num_experts, model, config)
+        else:
+            self.quantization_operation = None  # type: ignore[misc]  # packing is done below, from the merged stack
+            merged = super().convert(layer_name, model, config, hf_quantizer, loading_info)
+            (stack,) = merged.values()
+            experts = iter_experts(stack[0] if isinstance(stack, list) else stack, module.num_experts, layer_name)
+        return pack_parameter(module, layer_name, experts)
+
+    def _merged_one_by_one(
+        self, layer_name: str, num_experts: int, model: PreTrainedModel, config: Any
+    ) -> Iterator[Tensor]:
+        collected = {p: self.collected_tensors.pop(p) for p in self.source_patterns if p in self.collected_tensors}
+        self._check_complete(layer_name, num_experts, {p: len(tensors) for p, tensors in collected.items()})
+        for expert in range(num_experts):
+            parts: dict[str, Any] = {}
+            for pattern, tensors in collected.items():
+                parts[pattern] = [_materialize(tensors[expert])]
+                tensors[expert] = None
+            for op in self.operations:
+                parts = op.convert(
+                    parts,
+                    source_patterns=self.source_patterns,
+                    target_patterns=self.target_patterns,
+                    full_layer_name=layer_name,
+                    model=model,
+                    config=config,
+                    missing_keys=None,
+                )
+            (merged,) = parts.values()
+            parts.clear()
+            yield (merged[0] if isinstance(merged, list) else merged)[0]
+            del merged
+
+    def _check_complete(self, layer_name: str, num_experts: int, counts: dict[str, int]) -> None:
+        """Every source has each expert exactly once: a list that is one short would shift all experts behind it."""
+        keys = sorted({key for keys in self.layer_targets.values() for key in keys})
+        expected = set(range(num_experts))
+        for pattern in self.source_patterns:
+            finder = re.compile(r"(\d+)".join(pattern.split("*")))
+            found = [int(match.group(1)) for match in map(finder.search, keys) if match]
+            present = set(found) if found else set(range(counts.get(pattern, 0)))
+            problems = []
+            if missing := sorted(expected - present):
+                problems.append(f"missing experts {missing}")
+            if extra := sorted(present - expected):
+                problems.append(f"has unexpected experts {extra}")
+            if not problems and counts.get(pattern, 0) != num_experts:
+                problems.append(f"has {counts.get(pattern, 0)} tensors")
+            if problems:
+                raise ValueError(
+                    f"{layer_name}: the checkpoint {' and '.join(problems)} for '{pattern.lstrip('.')}', where "
+                    f"{num_experts} experts are expected. It is incomplete or belongs to another config; get it "
+                    "again. Nothing was initialised in their place."
+                )
+
+
+def _materialize(tensor: Any) -> Tensor:
+    if isinstance(tensor, Future):
+        tensor = tensor.result()
+    elif callable(tensor):
+        tensor = tensor()
+    if not isinstance(tensor, Tensor):
+        raise NotImplementedError("experts spread over ranks while loading are not supported yet")
+    return tensor
+
+
+def iter_experts(stack: Tensor, num_experts: int, name: str) -> Iterator[Tensor]:
+    """Experts of a fused stack, one by one.
+
+    Raises:
+        ValueError: `stack` does not have `num_experts` experts.
+    """
+    if stack.ndim != 3 or stack.shape[0] != num_experts:
+        raise ValueError(f"{name}: the checkpoint has shape {tuple(stack.shape)}, expected {num_experts} experts")
+    yield from stack
+
+
+def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor]) -> dict[str, nn.Parameter | Tensor]:
+    """Packs the experts of one projection into new tensors.
+
+    Args:
+        module: the (meta) module, which gives sizes and format.
+        full_name: the parameter's name in the model.
+        experts: E matrices in the model's own layout; each may be freed when the next is asked for.
+
+    Returns:
+        packed parameter, scales and ``quant_metadata``, by full name. Nothing is set on `module`.
+
+    Raises:
+        ValueError: a wrong shape, or values that are not finite.
+    """
+    path, _, name = full_name.rpartition(".")
+    template = module.stack(name)
+    stack: PackedStack | None = None
+    for index, expert in enumerate(experts):
+        if stack is None:
+            stack = PackedStack.empty(
+                template.num_experts,
+                template.out_features,
+                template.in_features,
+                template.quant_type,
+                template.blocksize or 64,
+                template.double_quant,
+                expert.device,
+            )
+        try:
+            stack.quantize_expert_(index, expert.t() if module.is_transposed else expert)
+        except ValueError as error:
+            raise ValueError(f"{full_name}: {error}") from None
+    assert stack is not None
+    out: dict[str, nn.Parameter | Tensor] = {
+        full_name + SUFFIXES[field]: nn.Parameter(tensor, requires_grad=False)
+        for field, tensor in stack.tensors().items()
+    }
+    description = metadata.encode(metadata.describe(module.stacks()))
+    out[f"{path}.quant_metadata"] = description.to(stack.packed.device)
+    return out
+
+
+class QMoEQuantize(ConversionOps):
+    """The quantization operation of a load: packs a fused experts parameter, leaves the rest to `linear_op`."""
+
+    def __init__(self, linear_op: ConversionOps) -> None:
+        self.linear_op = linear_op
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: PreTrainedModel,
+        full_layer_name: str,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Packs or delegates, by what the target module is."""
+        module, name = get_module_from_name(model, full_layer_name)
+        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
+            linear: dict[str, Any] = self.linear_op.convert(
+                input_dict,
+                source_patterns=source_patterns,
+                target_patterns=target_patterns,
+                model=model,
+                full_layer_name=full_layer_name,
+                **kwargs,
+            )
+            return linear
+        (value,) = input_dict.values()
+        stack = value[0] if isinstance(value, list) else value
+        return pack_parameter(module, full_layer_name, iter_experts(stack, module.num_experts, full_layer_name))
+
+
+def packed_parameter_names(model: nn.Module) -> list[str]:
+    """Full names of all packed parameters (not their scales)."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertsNbit)
+        for name in module.stack_names
+    ]
+
+
+def targets_any(transform: WeightTransform, names: Iterable[str]) -> bool:
+    """Whether `transform` is a converter with one of the parameters `names` as a target."""
+    if not isinstance(transform, WeightConverter):
+        return False
+    patterns = [re.compile(t.replace("*", ".*") + r"(?!\w)") for t in transform.target_patterns if r"\1" not in t]
+    return any(pattern.search(name) for pattern in patterns for name in names)
+
+
+def _identity_converters(names: Iterable[str]) -> list[PackingConverter]:
+    """Converters for checkpoints that hold the stacks fused already, one per distinct name after the layer number."""
+    tails = {re.split(r"\.\d+\.", name)[-1] for name in names}
+    return [PackingConverter([re.escape(tail)], [tail], operations=[QMoEKeep()]) for tail in sorted(tails)]
+
+
+def packing_conversions(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
+    """The conversions of a load that packs: expert converters replaced, the others kept in their order."""
+    names = packed_parameter_names(model)
+    replaced = [PackingConverter.replacing(c) if targets_any(c, names) else c for c in conversions]
+    return [*replaced, *_identity_converters(names)]
+
+
+def without_expert_conversions(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
+    """The conversions that hold for a packed model: its experts are stored fused, under their own names."""
+    names = packed_parameter_names(model)
+    return [c for c in conversions if not targets_any(c, names)]
+
+
+ConversionFilter = Callable[[list[WeightTransform], nn.Module], list[WeightTransform]]

@@ -1,0 +1,107 @@
+"""Counting what a packed model holds: logical parameters and bytes.
+
+transformers counts ``numel()`` of each parameter, which for packed bytes is neither; bitsandbytes' linears keep their
+scales outside of parameters and buffers altogether.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.packed_module import SUFFIXES
+
+
+def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Logical parameters: a packed stack counts ``E * N * K``, its scales and metadata nothing.
+
+    The arguments are those of ``PreTrainedModel.num_parameters``.
+    """
+    skipped: set[int] = set()
+    sizes: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, ExpertsNbit):
+            for name, stack in module.stacks().items():
+                sizes[id(getattr(module, name))] = stack.numel
+                skipped.update(id(getattr(module, name + SUFFIXES[f])) for f in stack.tensors() if f != "packed")
+        elif isinstance(module, nn.Embedding) and exclude_embeddings:
+            skipped.add(id(module.weight))
+    total = 0
+    for parameter in model.parameters():
+        if id(parameter) in skipped or (only_trainable and not parameter.requires_grad):
+            continue
+        if isinstance(parameter, Params4bit):
+            total += parameter.numel() * parameter.element_size() * 2
+        else:
+            total += sizes.get(id(parameter), parameter.numel())
+    return total
+
+
+def quant_state_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Scales and codebooks of bitsandbytes' linears, which are neither parameters nor buffers."""
+    for module in model.modules():
+        state = getattr(module.weight, "quant_state", None) if isinstance(module, Linear4bit) else None
+        for level in (state, getattr(state, "state2", None)):
+            candidates = (getattr(level, name, None) for name in ("absmax", "code", "offset"))
+            yield from (value for value in candidates if isinstance(value, Tensor))
+
+
+def storage_bytes(model: nn.Module, include_buffers: bool = True) -> int:
+    """Bytes of all tensors that `model` holds, each counted once: parameters, scales and (optionally) buffers."""
+    tensors: list[Tensor] = [*model.parameters(), *quant_state_tensors(model)]
+    if include_buffers:
+        tensors += model.buffers()
+    return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values())
+
+
+class _Counter:
+    """A function of a model, set as an attribute on it: follows copies and pickles, and keeps no reference cycle."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this method was deleted")
+        return model
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.model,)
+
+
+class _NumParameters(_Counter):
+    """`num_parameters` of a loaded model."""
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        return num_parameters(self.model, only_trainable, exclude_embeddings)
+
+
+class _MemoryFootprint(_Counter):
+    """`get_memory_footprint` of a loaded model, in bytes."""
+
+    def __call__(self, return_buffers: bool = True) -> int:
+        return storage_bytes(self.model, return_buffers)
+
+
+_METHODS = {"num_parameters": _NumParameters, "get_memory_footprint": _MemoryFootprint}
+
+
+def attach_counters(model: PreTrainedModel) -> None:
+    """Makes ``num_parameters()`` and ``get_memory_footprint()`` of `model` and its parts true of packed weights."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for name, counter in _METHODS.items():
+                setattr(module, name, counter(module))
+
+
+def detach_counters(model: PreTrainedModel) -> None:
+    """Undoes `attach_counters`."""
+    for module in model.modules():
+        for name in _METHODS:
+            module.__dict__.pop(name, None)

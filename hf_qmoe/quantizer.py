@@ -1,0 +1,312 @@
+"""`QMoEHfQuantizer`: the hooks that transformers calls while it loads, saves and dequantizes a model."""
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
+from transformers.integrations.bitsandbytes import (
+    Bnb4bitDeserialize,
+    dequantize_and_replace,
+    replace_with_bnb_linear,
+)
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hf_qmoe.checkpoint import check_complete
+from hf_qmoe.config import QMoEConfig
+from hf_qmoe.conversion import QMoEQuantize, packing_conversions, targets_any, without_expert_conversions
+from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.logging import get_logger, warn_once
+from hf_qmoe.memory import attach_counters, detach_counters
+from hf_qmoe.packed_module import SUFFIXES
+from hf_qmoe.selection import experts_modules, experts_to_pack, linears_to_skip, warn_unused_patterns
+
+
+logger = get_logger(__name__)
+
+#: Where a loaded model remembers the conversions of its float checkpoint, for `dequantize`.
+_FLOAT_CONVERSIONS = "_qmoe_float_conversions"
+
+
+class QMoEHfQuantizer(Bnb4BitHfQuantizer):
+    """Linears as its parent does them, fused experts as `ExpertsNbit`."""
+
+    quantization_config: QMoEConfig
+    serialized_names: ClassVar[dict[str, list[str]]] = {
+        **Bnb4BitHfQuantizer.serialized_names,
+        # The suffixes let a parallel plan for `experts.gate_up_proj` cover its scales too.
+        **{name: [name + s for s in SUFFIXES.values()] for name in ("gate_up_proj", "up_proj", "down_proj")},
+    }
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Checks as bitsandbytes' quantizer; without quantized linears any placement is fine."""
+        device_map = kwargs.get("device_map")
+        if not self.quantization_config.quantize_linears:
+            kwargs["device_map"] = None
+        elif isinstance(device_map, dict) and not self.quantization_config.llm_int8_enable_fp32_cpu_offload:
+            values = {str(value) for value in device_map.values()}
+            if values != {"cpu"} and values & {"cpu", "disk"}:
+                raise ValueError(
+                    "device_map places modules on the CPU or the disk, where bitsandbytes' linears cannot be "
+                    "offloaded. Packed experts can: set quantize_linears=False (linears stay in full precision), or "
+                    "llm_int8_enable_fp32_cpu_offload=True (only those on CPU or disk do)."
+                )
+        super().validate_environment(*args, **kwargs)
+
+    # -- before loading -----------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        check_complete(checkpoint_files)
+        prepare_model(model, self.quantization_config, self.pre_quantized, device_map)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """True for packed parameters and the weights of bitsandbytes' linears."""
+        module, name = get_module_from_name(model, param_name)
+        if isinstance(module, ExpertsNbit):
+            return name in module.stack_names
+        return bool(super().param_needs_quantization(model, param_name, **kwargs))
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes per element: packed placeholders have their packed shape already."""
+        module, _ = get_module_from_name(model, param_name)
+        if isinstance(module, ExpertsNbit):
+            return param.element_size()
+        return float(super().param_element_size(model, param_name, param))
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that quantizes one parameter as it is loaded."""
+        return QMoEQuantize(super().get_quantize_ops())
+
+    def get_weight_conversions(self) -> list[WeightTransform]:
+        """Converters for stored linears; packed experts are read by name."""
+        if not self.pre_quantized:
+            return []
+        return [WeightConverter(Bnb4BitHfQuantizer.serialized_names["weight"], "weight", [Bnb4bitDeserialize(self)])]
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """Replaces the model's expert converters by packing ones, or drops them where the checkpoint is packed."""
+        setattr(model, _FLOAT_CONVERSIONS, list(weight_conversions))
+        adapt = without_expert_conversions if self.pre_quantized else packing_conversions
+        return adapt(weight_conversions, model) + self.get_weight_conversions()
+
+    # -- after loading ------------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        refuse_incomplete(model)
+        kept = without_expert_conversions(getattr(model, "_weight_conversions", None) or [], model)
+        model._weight_conversions = [
+            c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
+        ]
+        for module in model.modules():
+            if isinstance(module, ExpertsNbit):
+                for field, suffix in SUFFIXES.items():
+                    for name in module.stack_names:
+                        parameter = getattr(module, name + suffix, None)
+                        if field != "packed" and parameter is not None:
+                            parameter.requires_grad_(False)  # the loader makes float parameters trainable
+        model.is_loaded_in_4bit = True
+        attach_counters(model)
+        return model
+
+    # -- back to float ------------------------------------------------------------------------------------------
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        dtype = dtype or model.dtype
+        names = [name for name, module in model.named_modules() if isinstance(module, ExpertsNbit)]
+        restored = getattr(model, _FLOAT_CONVERSIONS, None)
+        model._weight_conversions = _saveable(restored, model) if restored is not None else None
+        if any(isinstance(module, Linear4bit) for module in model.modules()):
+            model = dequantize_and_replace(model, quantization_config=self.quantization_config, dtype=dtype)
+        for name in names:
+            model.get_submodule(name).to_experts(dtype)
+        detach_counters(model)
+        model.is_loaded_in_4bit = False
+        model.__dict__.pop(_FLOAT_CONVERSIONS, None)
+        return model
+
+    def remove_quantization_config(self, model: PreTrainedModel) -> None:
+        """Also clears the flags that this quantizer and transformers set on the configs."""
+        super().remove_quantization_config(model)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config.__dict__.pop("_is_quantized", None)
+
+
+def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: bool, device_map: Any = None) -> None:
+    """Replaces modules of a model on the meta device by their packed forms, for a loader to fill."""
+    warn_unused_patterns(model, config)
+    chosen = experts_to_pack(model, config)
+    skipped_linears = linears_to_skip(model, config)
+    compute_dtype = resolve_compute_dtype(model, config)
+    with torch.device("meta"):
+        for name, quant_type in chosen.items():
+            pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
+    if not config.quantize_linears:
+        return
+    if config.llm_int8_enable_fp32_cpu_offload and isinstance(device_map, dict):
+        skipped_linears += [key for key, value in device_map.items() if value in ("cpu", "disk")]
+    linear_config = copy.copy(config)  # bitsandbytes reads a concrete dtype
+    linear_config.bnb_4bit_compute_dtype = compute_dtype
+    replace_with_bnb_linear(
+        model, modules_to_not_convert=skipped_linears, quantization_config=linear_config, pre_quantized=pre_quantized
+    )
+    disable_cpu_repacking(model)
+
+
+def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.dtype:
+    """The config's compute dtype, or the model's."""
+    dtype: torch.dtype = model.dtype if config.bnb_4bit_compute_dtype is None else config.bnb_4bit_compute_dtype
+    return dtype
+
+
+def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_dtype: torch.dtype) -> ExpertsNbit:
+    """`ExpertsNbit.from_experts` with the fields of `config`."""
+    double_quant = config.experts_double_quant and quant_type not in ("bf16", "fp16")
+    return ExpertsNbit.from_experts(module, quant_type, config.experts_blocksize, double_quant, compute_dtype)
+
+
+def disable_cpu_repacking(model: nn.Module) -> None:
+    """Keeps bitsandbytes from rewriting the weights of its linears in an eval-mode forward on an AVX512-BF16 CPU.
+
+    It repacks them for its inference kernel, with scales rounded to bfloat16, and never goes back: after one
+    evaluation, training goes through an operator without autograd, so gradients to earlier layers are lost without
+    an error, and what is saved is no longer what was loaded.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def refuse_incomplete(model: nn.Module) -> None:
+    """Raises unless every tensor of every packed module came from the checkpoint.
+
+    Raises:
+        ValueError: names the tensors that did not, or bytes whose metadata contradicts the config.
+    """
+    missing = []
+    for path, module in model.named_modules():
+        if not isinstance(module, ExpertsNbit):
+            continue
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        # Tensors on the meta device are offloaded: they were written to disk as they were loaded.
+        missing += [
+            f"{path}.{name}"
+            for name, tensor in tensors
+            if tensor.device.type != "meta" and not getattr(tensor, "_is_hf_initialized", False)
+        ]
+        if not missing and module.quant_metadata.device.type != "meta":
+            try:
+                module.check_metadata()
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+    if missing:
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} tensors of packed experts: {', '.join(missing[:8])}"
+            f"{', ...' if len(missing) > 8 else ''}. It is incomplete or belongs to another config; get it again. "
+            "Nothing was initialised in their place."
+        )
+
+
+def _saveable(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
+    """Conversions that saving the float model should reverse: those used, and those of the experts."""
+    names = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertsNbit)
+        for name in module.stack_names
+    ]
+    return [c for c in conversions if c.was_used() or targets_any(c, names)]
+
+
+def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -> PreTrainedModel:
+    """Quantizes a float model that is in memory already, in place.
+
+    The result is what `from_pretrained(..., quantization_config=config)` gives for the same weights: it saves, reloads
+    and dequantizes the same way.
+
+    Args:
+        model: a float transformers model on a real device.
+        config: `QMoEConfig()` if omitted.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: the model is quantized already, or has experts that cannot be packed.
+    """
+    config = config or QMoEConfig()
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantized already; start from a float model, or call model.dequantize()")
+    warn_unused_patterns(model, config)
+    compute_dtype = resolve_compute_dtype(model, config)
+    skipped_linears = linears_to_skip(model, config)
+    chosen = experts_to_pack(model, config)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        defaults = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in defaults if not isinstance(c, PrefixChange)]
+    setattr(model, _FLOAT_CONVERSIONS, list(conversions))
+    for name, quant_type in chosen.items():
+        pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
+    if config.quantize_linears:
+        _quantize_linears(model, config, skipped_linears, compute_dtype)
+    model._weight_conversions = without_expert_conversions(conversions, model)
+
+    quantizer = QMoEHfQuantizer(config, pre_quantized=False)
+    model.hf_quantizer = quantizer
+    model.is_quantized, model.quantization_method, model.is_loaded_in_4bit = True, config.quant_method, True
+    model.config.quantization_config = config
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
+    attach_counters(model)
+    return model
+
+
+def _quantize_linears(
+    model: PreTrainedModel, config: QMoEConfig, skipped: list[str], compute_dtype: torch.dtype
+) -> None:
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not nn.Linear or name in skipped:
+            continue
+        with torch.device("meta"):
+            packed = Linear4bit(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                compute_dtype,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+                quant_storage=config.bnb_4bit_quant_storage,
+            )
+        weight: nn.Parameter = Params4bit(linear.weight.data, requires_grad=False, **packed.weight.__dict__)
+        packed.weight = weight.to(linear.weight.device)  # `to` quantizes
+        packed.bias = linear.bias
+        packed.source_cls = nn.Linear  # type: ignore[assignment]
+        packed.requires_grad_(False)
+        packed.train(linear.training)
+        model.set_submodule(name, packed)
+    disable_cpu_repacking(model)
+
+
+class HintingBnb4BitHfQuantizer(Bnb4BitHfQuantizer):
+    """bitsandbytes' quantizer, saying once what it leaves in full precision."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if experts_modules(model):
+            warn_once(
+                logger,
+                "BitsAndBytesConfig(load_in_4bit=True) quantizes nn.Linear only: the fused experts of "
+                f"{type(model).__name__} stay in full precision. To pack them, pass "
+                "quantization_config=hf_qmoe.QMoEConfig().",
+            )
+        return super()._process_model_before_weight_loading(model, *args, **kwargs)

@@ -177,8 +177,8 @@ class PackingConverter(WeightConverter):
         keys = sorted({key for keys in self.layer_targets.values() for key in keys})
         expected = set(range(num_experts))
         for pattern in self.source_patterns:
-            finder = re.compile(r"(\d+)".join(pattern.split("*")))
-            found = [int(match.group(1)) for match in map(finder.search, keys) if match]
+            finder = re.compile(r"(?P<expert>\d+)".join(pattern.split("*", 1)))
+            found = [int(match["expert"]) for match in map(finder.search, keys) if match]
             present = set(found) if found else set(range(counts.get(pattern, 0)))
             problems = []
             if missing := sorted(expected - present):

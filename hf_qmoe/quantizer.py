@@ -1,28 +1,32 @@
 """`QMoEHfQuantizer`: the hooks that transformers calls while it loads, saves and dequantizes a model."""
 
-import copy
+import re
 from typing import Any, ClassVar
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
-from transformers.integrations.bitsandbytes import (
-    Bnb4bitDeserialize,
-    dequantize_and_replace,
-    replace_with_bnb_linear,
-)
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, dequantize_and_replace
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe.checkpoint import check_complete
 from hf_qmoe.config import QMoEConfig
-from hf_qmoe.conversion import QMoEQuantize, packing_conversions, targets_any, without_expert_conversions
+from hf_qmoe.conversion import (
+    QMoEQuantize,
+    packed_parameter_names,
+    packing_conversions,
+    targets_any,
+    without_expert_conversions,
+)
 from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.linears import replace_linears
 from hf_qmoe.logging import get_logger, warn_once
 from hf_qmoe.memory import attach_counters, detach_counters
+from hf_qmoe.naming import first_match
 from hf_qmoe.packed_module import SUFFIXES
 from hf_qmoe.selection import experts_modules, experts_to_pack, linears_to_skip, warn_unused_patterns
 
@@ -102,6 +106,9 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         refuse_incomplete(model)
+        names = packed_parameter_names(model)
+        floats: list[WeightTransform] = getattr(model, _FLOAT_CONVERSIONS)
+        setattr(model, _FLOAT_CONVERSIONS, [c for c in floats if c.was_used() or targets_any(c, names)])
         kept = without_expert_conversions(getattr(model, "_weight_conversions", None) or [], model)
         model._weight_conversions = [
             c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
@@ -120,10 +127,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     # -- back to float ------------------------------------------------------------------------------------------
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        if isinstance(dtype, str):  # saving a model leaves its config with the dtype's name
+            dtype = getattr(torch, dtype)
         dtype = dtype or model.dtype
         names = [name for name, module in model.named_modules() if isinstance(module, ExpertsNbit)]
-        restored = getattr(model, _FLOAT_CONVERSIONS, None)
-        model._weight_conversions = _saveable(restored, model) if restored is not None else None
+        model._weight_conversions = getattr(model, _FLOAT_CONVERSIONS, None)
         if any(isinstance(module, Linear4bit) for module in model.modules()):
             model = dequantize_and_replace(model, quantization_config=self.quantization_config, dtype=dtype)
         for name in names:
@@ -153,13 +161,9 @@ def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: boo
     if not config.quantize_linears:
         return
     if config.llm_int8_enable_fp32_cpu_offload and isinstance(device_map, dict):
-        skipped_linears += [key for key, value in device_map.items() if value in ("cpu", "disk")]
-    linear_config = copy.copy(config)  # bitsandbytes reads a concrete dtype
-    linear_config.bnb_4bit_compute_dtype = compute_dtype
-    replace_with_bnb_linear(
-        model, modules_to_not_convert=skipped_linears, quantization_config=linear_config, pre_quantized=pre_quantized
-    )
-    disable_cpu_repacking(model)
+        offloaded = [re.escape(key) for key, value in device_map.items() if value in ("cpu", "disk")]
+        skipped_linears += [name for name, _ in model.named_modules() if first_match(name, offloaded)]
+    replace_linears(model, skipped_linears, config, compute_dtype, pre_quantized)
 
 
 def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.dtype:
@@ -172,18 +176,6 @@ def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_
     """`ExpertsNbit.from_experts` with the fields of `config`."""
     double_quant = config.experts_double_quant and quant_type not in ("bf16", "fp16")
     return ExpertsNbit.from_experts(module, quant_type, config.experts_blocksize, double_quant, compute_dtype)
-
-
-def disable_cpu_repacking(model: nn.Module) -> None:
-    """Keeps bitsandbytes from rewriting the weights of its linears in an eval-mode forward on an AVX512-BF16 CPU.
-
-    It repacks them for its inference kernel, with scales rounded to bfloat16, and never goes back: after one
-    evaluation, training goes through an operator without autograd, so gradients to earlier layers are lost without
-    an error, and what is saved is no longer what was loaded.
-    """
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def refuse_incomplete(model: nn.Module) -> None:
@@ -216,17 +208,6 @@ def refuse_incomplete(model: nn.Module) -> None:
         )
 
 
-def _saveable(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
-    """Conversions that saving the float model should reverse: those used, and those of the experts."""
-    names = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, ExpertsNbit)
-        for name in module.stack_names
-    ]
-    return [c for c in conversions if c.was_used() or targets_any(c, names)]
-
-
 def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -> PreTrainedModel:
     """Quantizes a float model that is in memory already, in place.
 
@@ -251,14 +232,14 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     skipped_linears = linears_to_skip(model, config)
     chosen = experts_to_pack(model, config)
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
+    setattr(model, _FLOAT_CONVERSIONS, conversions)
+    if conversions is None:  # what transformers would reverse when saving
         defaults = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in defaults if not isinstance(c, PrefixChange)]
-    setattr(model, _FLOAT_CONVERSIONS, list(conversions))
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
     if config.quantize_linears:
-        _quantize_linears(model, config, skipped_linears, compute_dtype)
+        replace_linears(model, skipped_linears, config, compute_dtype)
     model._weight_conversions = without_expert_conversions(conversions, model)
 
     quantizer = QMoEHfQuantizer(config, pre_quantized=False)
@@ -270,32 +251,6 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
             module.config._is_quantized = True
     attach_counters(model)
     return model
-
-
-def _quantize_linears(
-    model: PreTrainedModel, config: QMoEConfig, skipped: list[str], compute_dtype: torch.dtype
-) -> None:
-    for name, linear in list(model.named_modules()):
-        if type(linear) is not nn.Linear or name in skipped:
-            continue
-        with torch.device("meta"):
-            packed = Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                linear.bias is not None,
-                compute_dtype,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-                quant_storage=config.bnb_4bit_quant_storage,
-            )
-        weight: nn.Parameter = Params4bit(linear.weight.data, requires_grad=False, **packed.weight.__dict__)
-        packed.weight = weight.to(linear.weight.device)  # `to` quantizes
-        packed.bias = linear.bias
-        packed.source_cls = nn.Linear  # type: ignore[assignment]
-        packed.requires_grad_(False)
-        packed.train(linear.training)
-        model.set_submodule(name, packed)
-    disable_cpu_repacking(model)
 
 
 class HintingBnb4BitHfQuantizer(Bnb4BitHfQuantizer):

@@ -120,7 +120,7 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
 
 
 def _linear_routers(model: nn.Module) -> list[str]:
-    """Linears that score experts: in the block that holds the experts, one output per expert (or one for a gate)."""
+    """Linears that score experts, or gate them: beside the experts, one output for each expert (or a single one)."""
     routers = []
     for path, experts in model.named_modules():
         num_experts = getattr(experts, "num_experts", None)
@@ -130,7 +130,8 @@ def _linear_routers(model: nn.Module) -> list[str]:
         block = model.get_submodule(block_path)
         for name, module in block.named_modules():
             full_name = f"{block_path}.{name}" if block_path else name
-            if isinstance(module, nn.Linear) and module.out_features in (1, num_experts):
+            is_beside = "." not in name or re.search("gate|router", name.rpartition(".")[0]) is not None
+            if isinstance(module, nn.Linear) and is_beside and module.out_features in (1, num_experts):
                 routers.append(full_name)
     return routers
 

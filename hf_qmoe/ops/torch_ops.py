@@ -87,6 +87,10 @@ def grouped_linear(
     rows, columns = logical_shape(packed, quant_type)
     out = x.new_empty(x.shape[0], columns if transpose else rows)
     bounds = expert_offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > x.shape[0] or bounds != sorted(bounds):
+        raise ValueError(
+            f"expert_offsets must rise from 0 to at most {x.shape[0]}, got {bounds}; a negative expert index does this"
+        )
     for expert, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue

@@ -1,0 +1,54 @@
+"""`nn.Linear` to bitsandbytes' `Linear4bit`: on the meta device for a loader, or with weights in memory."""
+
+from collections.abc import Iterable
+
+import torch
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from torch import nn
+
+from hf_qmoe.config import QMoEConfig
+
+
+def replace_linears(
+    model: nn.Module,
+    skipped: Iterable[str],
+    config: QMoEConfig,
+    compute_dtype: torch.dtype,
+    pre_quantized: bool = False,
+) -> None:
+    """Replaces every plain `nn.Linear` whose full name is not in `skipped`.
+
+    Args:
+        pre_quantized: the weights to come are packed already (only matters on the meta device).
+    """
+    skipped = set(skipped)
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and name not in skipped:
+            model.set_submodule(name, _linear_4bit(linear, config, compute_dtype, pre_quantized))
+
+
+def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dtype, pre_quantized: bool) -> Linear4bit:
+    with torch.device("meta"):
+        new = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+            quant_storage=config.bnb_4bit_quant_storage,
+        )
+    device = linear.weight.device
+    if device.type != "meta":
+        weight: nn.Parameter = Params4bit(linear.weight.data, requires_grad=False, **new.weight.__dict__)
+        new.weight = weight.to(device)  # `to` quantizes
+        new.bias = linear.bias
+    elif pre_quantized:
+        new.weight.data = new.weight.data.to(config.bnb_4bit_quant_storage)
+    new.source_cls = nn.Linear  # type: ignore[assignment]  # read by transformers' quantize operation
+    # On an AVX512-BF16 CPU bitsandbytes would rewrite the weights in the first eval-mode forward, with scales rounded
+    # to bfloat16, and never go back: training after one evaluation then runs an operator without autograd, gradients
+    # to earlier layers are lost without an error, and what is saved is no longer what was loaded.
+    new.support_avx512bf16_for_cpu = False
+    new.requires_grad_(False)
+    return new.train(linear.training)

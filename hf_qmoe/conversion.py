@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from hf_qmoe import metadata
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.packed import PackedStack
-from hf_qmoe.packed_module import SUFFIXES
+from hf_qmoe.packed_module import SUFFIXES, as_stored
 
 
 class QMoEKeep(ConversionOps):
@@ -250,7 +250,7 @@ def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor
             raise ValueError(f"{full_name}: {error}") from None
     assert stack is not None
     out: dict[str, nn.Parameter | Tensor] = {
-        full_name + SUFFIXES[field]: nn.Parameter(tensor, requires_grad=False)
+        full_name + SUFFIXES[field]: nn.Parameter(as_stored(tensor), requires_grad=False)
         for field, tensor in stack.tensors().items()
     }
     description = metadata.encode(metadata.describe(module.stacks()))

@@ -52,8 +52,8 @@ class ExpertsNbit(PackedModule):
         is_concatenated: ``[gate; up]`` rows if true, interleaved ``gate0, up0, gate1, ...`` if not.
 
     Parameters (all ``requires_grad=False`` but the biases): ``gate_up_proj`` uint8 ``[E, N, K * bits / 8]``,
-    ``gate_up_proj_absmax`` fp32 ``[E, N, K / blocksize]``, the same for ``down_proj``; see
-    ``docs/format.md`` for the rest.
+    ``gate_up_proj_absmax`` int32 ``[E, N, K / blocksize]`` (bits of float32, see `as_stored`), and so on for
+    ``down_proj``; ``docs/format.md`` has the rest.
 
     Raises:
         ValueError: an unknown `quant_type`, or a shape that the format cannot hold.

@@ -4,7 +4,6 @@ No computation. What a user may do to a module between construction and use - ca
 must leave every packed byte and every scale as it was, or be refused.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +22,24 @@ SUFFIXES = {
     "nested_absmax": "_nested_absmax",
     "nested_offset": "_nested_offset",
 }
-_SCALE_SUFFIXES = tuple(suffix for suffix in SUFFIXES.values() if suffix)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """A stack's tensor as it is kept on a module and on disk: float32 scales as their bits, int32.
+
+    Everything that casts a model aims at its float parameters: ``.half()``, ``.to(dtype)``, a mixed-precision policy
+    of FSDP2 or DeepSpeed, a loader's ``dtype``. Scales would lose bits in silence; integers are left alone.
+    """
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def as_used(tensor: Tensor) -> Tensor:
+    """Inverse of `as_stored`. A view: it shares memory and version counter with the parameter."""
+    return tensor.view(torch.float32) if tensor.dtype == torch.int32 else tensor
 
 
 class PackedModule(nn.Module):
-    """Holds two `PackedStack`s as parameters (``requires_grad=False``) and their metadata as a buffer."""
+    """Holds two `PackedStack`s as integer parameters (``requires_grad=False``) and their metadata as a buffer."""
 
     _quant_types: tuple[str, ...] | None = None
     has_gate: bool
@@ -42,7 +54,7 @@ class PackedModule(nn.Module):
         self.quant_type, self.compute_dtype = quant_type, compute_dtype
         for name, stack in stacks.items():
             for field, tensor in stack.tensors().items():
-                self.register_parameter(name + SUFFIXES[field], nn.Parameter(tensor, requires_grad=False))
+                self.register_parameter(name + SUFFIXES[field], nn.Parameter(as_stored(tensor), requires_grad=False))
         device = next(iter(stacks.values())).packed.device
         self.register_buffer("quant_metadata", metadata.encode(metadata.describe(stacks)).to(device))
 
@@ -61,7 +73,8 @@ class PackedModule(nn.Module):
 
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
-        tensors: dict[str, Any] = {f: getattr(self, name + suffix, None) for f, suffix in SUFFIXES.items()}
+        stored = {field: getattr(self, name + suffix, None) for field, suffix in SUFFIXES.items()}
+        tensors: dict[str, Any] = {f: None if tensor is None else as_used(tensor) for f, tensor in stored.items()}
         return PackedStack(quant_type=self.quant_type, **tensors)
 
     def stacks(self) -> dict[str, PackedStack]:
@@ -81,23 +94,16 @@ class PackedModule(nn.Module):
         if problem:
             raise ValueError(problem)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedModule":
-        scales = {id(p) for name, p in self.named_parameters(recurse=False) if name.endswith(_SCALE_SUFFIXES)}
-
-        def keep_scales(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            if id(tensor) in scales and result.dtype != tensor.dtype:
-                return tensor.to(result.device)  # `.half()` and the like are meant for activations, not for scales
-            return result
-
-        super()._apply(keep_scales, recurse)  # type: ignore[no-untyped-call]
-        return self
-
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
         error_msgs = messages[-1]
         _rename_published_layout(self, state_dict, prefix)
+        for name in self.stack_names:
+            for suffix in SUFFIXES.values():
+                value = state_dict.get(prefix + name + suffix)
+                if suffix and isinstance(value, Tensor):
+                    state_dict[prefix + name + suffix] = as_stored(value)
         problem = self._unreadable(state_dict, prefix)
         if problem:
             error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {problem}")

@@ -84,6 +84,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
             return param.element_size()
         return float(super().param_element_size(model, param_name, param))
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype a checkpoint tensor is cast to; never from float to the integers that packed tensors are."""
+        new = super().get_new_dtype(converter, param, dtype)
+        return new if new is None or new.is_floating_point else None
+
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes one parameter as it is loaded."""
         return QMoEQuantize(super().get_quantize_ops())
@@ -113,13 +118,6 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         model._weight_conversions = [
             c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
         ]
-        for module in model.modules():
-            if isinstance(module, ExpertsNbit):
-                for field, suffix in SUFFIXES.items():
-                    for name in module.stack_names:
-                        parameter = getattr(module, name + suffix, None)
-                        if field != "packed" and parameter is not None:
-                            parameter.requires_grad_(False)  # the loader makes float parameters trainable
         model.is_loaded_in_4bit = True
         attach_counters(model)
         return model

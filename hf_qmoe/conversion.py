@@ -7,7 +7,7 @@ Packed models are saved fused, in our layout, and read back by name: no converte
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -139,13 +139,12 @@ class PackingConverter(WeightConverter):
             untouched: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
             return untouched
         if _works_per_expert(self.operations):
-            experts = self._merged_one_by_one(layer_name, module.num_experts, model, config)
-        else:
-            self.quantization_operation = None  # type: ignore[misc]  # packing is done below, from the merged stack
-            merged = super().convert(layer_name, model, config, hf_quantizer, loading_info)
-            (stack,) = merged.values()
-            experts = iter_experts(stack[0] if isinstance(stack, list) else stack, module.num_experts, layer_name)
-        return pack_parameter(module, layer_name, experts)
+            return pack_parameter(
+                module, layer_name, self._merged_one_by_one(layer_name, module.num_experts, model, config)
+            )
+        self.quantization_operation = None  # type: ignore[misc]  # packing is done here, from the merged stacks
+        merged = super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        return pack_merged(model, merged)
 
     def _merged_one_by_one(
         self, layer_name: str, num_experts: int, model: PreTrainedModel, config: Any
@@ -205,15 +204,26 @@ def _materialize(tensor: Any) -> Tensor:
     return tensor
 
 
-def iter_experts(stack: Tensor, num_experts: int, name: str) -> Iterator[Tensor]:
-    """Experts of a fused stack, one by one.
+def pack_merged(model: nn.Module, merged: dict[str, Any]) -> dict[str, Any]:
+    """Packs those of the full-named float tensors in `merged` whose target is packed; passes the others on.
 
     Raises:
-        ValueError: `stack` does not have `num_experts` experts.
+        ValueError: a stack has another number of experts than the module, or cannot be packed.
     """
-    if stack.ndim != 3 or stack.shape[0] != num_experts:
-        raise ValueError(f"{name}: the checkpoint has shape {tuple(stack.shape)}, expected {num_experts} experts")
-    yield from stack
+    out: dict[str, Any] = {}
+    for full_name, value in merged.items():
+        stack = value[0] if isinstance(value, list) else value
+        module, name = get_module_from_name(model, full_name)
+        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
+            out[full_name] = stack
+            continue
+        if tuple(stack.shape) != module.float_shape(name):
+            raise ValueError(
+                f"{full_name}: the checkpoint has shape {tuple(stack.shape)}, expected {module.float_shape(name)}; "
+                "it belongs to another config"
+            )
+        out.update(pack_parameter(module, full_name, stack))
+    return out
 
 
 def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor]) -> dict[str, nn.Parameter | Tensor]:
@@ -286,9 +296,7 @@ class QMoEQuantize(ConversionOps):
                 **kwargs,
             )
             return linear
-        (value,) = input_dict.values()
-        stack = value[0] if isinstance(value, list) else value
-        return pack_parameter(module, full_layer_name, iter_experts(stack, module.num_experts, full_layer_name))
+        return pack_merged(model, input_dict)
 
 
 def packed_parameter_names(model: nn.Module) -> list[str]:
@@ -326,6 +334,3 @@ def without_expert_conversions(conversions: list[WeightTransform], model: nn.Mod
     """The conversions that hold for a packed model: its experts are stored fused, under their own names."""
     names = packed_parameter_names(model)
     return [c for c in conversions if not targets_any(c, names)]
-
-
-ConversionFilter = Callable[[list[WeightTransform], nn.Module], list[WeightTransform]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
-from hf_qmoe.layout import float_stack_shapes, follows_experts_interface, stack_names
+from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface, stack_names
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
 from hf_qmoe.routing import Routing, route
@@ -195,6 +195,8 @@ class ExpertsNbit(PackedModule):
         if not follows_experts_interface(module):
             raise TypeError(f"{type(module).__name__} is not an experts module of transformers' experts interface")
         cls._check_quant_type(quant_type)
+        if not any(p.is_meta for p in module.parameters()):
+            check_values(module, quant_type)  # before the first change
         stacks = {}
         for name, (experts, rows, columns) in float_stack_shapes(module).items():
             weights = getattr(module, name)

@@ -3,9 +3,10 @@
 ``2I == H`` and ``I == H`` exist, so a shape cannot tell a transposed stack from a plain one.
 """
 
+import torch
 from torch import Tensor, nn
 
-from hf_qmoe.ops.formats import choose_blocksize
+from hf_qmoe.ops.formats import choose_blocksize, get_format
 
 
 def stack_names(has_gate: bool) -> tuple[str, str]:
@@ -36,6 +37,21 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
         experts, rows, columns = weights.shape
         shapes[name] = (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
     return shapes
+
+
+def check_values(module: nn.Module, quant_type: str, name: str = "") -> None:
+    """Raises `ValueError` unless every weight of a float experts module is finite in `quant_type`.
+
+    Args:
+        name: of the module, for the message.
+    """
+    passthrough = get_format(quant_type).passthrough
+    for parameter_name in float_stack_shapes(module):
+        for expert, weight in enumerate(getattr(module, parameter_name)):
+            values = weight if passthrough is None else weight.to(passthrough)
+            if not torch.isfinite(values).all():
+                where = f"{name or type(module).__name__}.{parameter_name}"
+                raise ValueError(f"{where}: expert {expert} holds values that are not finite in {quant_type}")
 
 
 def can_pack(module: nn.Module, quant_type: str, blocksize: int) -> bool:

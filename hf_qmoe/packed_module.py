@@ -88,8 +88,13 @@ class PackedModule(nn.Module):
             return stack.num_experts, stack.in_features, stack.out_features
         return stack.num_experts, stack.out_features, stack.in_features
 
-    def check_metadata(self) -> None:
-        """Raises `ValueError` unless ``quant_metadata`` describes this module's construction."""
+    def check_stored(self) -> None:
+        """Raises `ValueError` unless the tensors have their stored dtypes and ``quant_metadata`` describes them."""
+        for name in self.stack_names:
+            for suffix in SUFFIXES.values():
+                tensor = getattr(self, name + suffix, None)
+                if tensor is not None and tensor.is_floating_point():
+                    raise ValueError(f"{name}{suffix} is {tensor.dtype}, packed tensors are integers")
         problem = metadata.mismatch(metadata.decode(self.quant_metadata), metadata.describe(self.stacks()))
         if problem:
             raise ValueError(problem)

@@ -23,6 +23,7 @@ from hf_qmoe.conversion import (
     without_expert_conversions,
 )
 from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.layout import check_values
 from hf_qmoe.linears import replace_linears
 from hf_qmoe.logging import get_logger, warn_once
 from hf_qmoe.memory import attach_counters, detach_counters
@@ -195,7 +196,7 @@ def refuse_incomplete(model: nn.Module) -> None:
         ]
         if not missing and module.quant_metadata.device.type != "meta":
             try:
-                module.check_metadata()
+                module.check_stored()
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
     if missing:
@@ -220,7 +221,8 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
         `model`.
 
     Raises:
-        ValueError: the model is quantized already, or has experts that cannot be packed.
+        ValueError: the model is quantized already, has experts that cannot be packed, or weights that are not finite;
+            the model is unchanged then.
     """
     config = config or QMoEConfig()
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
@@ -234,6 +236,8 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     if conversions is None:  # what transformers would reverse when saving
         defaults = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in defaults if not isinstance(c, PrefixChange)]
+    for name, quant_type in chosen.items():  # all checks before the first change
+        check_values(model.get_submodule(name), quant_type, name)
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
     if config.quantize_linears:

@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.cextension import lib
 from torch import Tensor
 
-from hf_qmoe.ops.formats import codebook, get_format
+from hf_qmoe.ops.formats import codebook, get_format, rows_for_dequantize
 
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -42,7 +42,7 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (packed, absmax, out)]
     sizes: tuple[int, ...]
     if is_4bit:
-        sizes = (blocksize, out.shape[0], out.shape[1])
+        sizes = (blocksize, *rows_for_dequantize(out.shape[0], out.shape[1], blocksize))
     else:
         pointers.insert(0, ctypes.c_void_p(codebook(quant_type, "cpu").data_ptr()))
         sizes = (blocksize, out.numel())

@@ -232,11 +232,24 @@ def dequantize(packed: Tensor, absmax: Tensor | None, quant_type: str, blocksize
     weight: Tensor
     if fmt.bits == 4:
         flat = packed.reshape(-1, 1)
-        weight = torch.ops.bitsandbytes.dequantize_4bit.default(flat, scales, blocksize, quant_type, shape, native)
+        rows = rows_for_dequantize(shape[0], shape[1], blocksize)
+        weight = torch.ops.bitsandbytes.dequantize_4bit.default(flat, scales, blocksize, quant_type, rows, native)
+        weight = weight.view(shape)
     else:
         code = codebook(quant_type, packed.device)
         weight = torch.ops.bitsandbytes.dequantize_blockwise.default(packed, scales, code, blocksize, native)
     return weight.to(dtype)
+
+
+def rows_for_dequantize(out_features: int, in_features: int, blocksize: int) -> tuple[int, int]:
+    """The shape under which a 4-bit matrix is handed to bitsandbytes' dequantization.
+
+    Its AVX512 kernel (0.50.2) starts a new block at each row: for in_features such as 32 or 96 with block size 64 it
+    reads wrong scales, where its own quantization let blocks run on. A row per block avoids that.
+    """
+    if in_features % blocksize == 0:
+        return out_features, in_features
+    return out_features * in_features // blocksize, blocksize
 
 
 def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

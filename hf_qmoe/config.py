@@ -1,5 +1,6 @@
 """`QMoEConfig`: what a user asks for, checked when it is made."""
 
+import copy
 from typing import Any
 
 import torch
@@ -74,13 +75,13 @@ class QMoEConfig(BitsAndBytesConfig):
         self.experts_quant_type = experts_quant_type
         self.experts_blocksize = experts_blocksize
         self.experts_double_quant = experts_double_quant
-        self.experts_overrides = dict(experts_overrides) if isinstance(experts_overrides, dict) else experts_overrides
+        self.experts_overrides = copy.copy(experts_overrides)
         self.quantize_linears = quantize_linears
-        self.modules_to_not_convert = modules_to_not_convert
+        self.modules_to_not_convert = copy.copy(modules_to_not_convert)
         _check_dtype("bnb_4bit_compute_dtype", bnb_4bit_compute_dtype)
         super().__init__(
             load_in_4bit=True,
-            llm_int8_skip_modules=llm_int8_skip_modules,
+            llm_int8_skip_modules=copy.copy(llm_int8_skip_modules),
             llm_int8_enable_fp32_cpu_offload=llm_int8_enable_fp32_cpu_offload,
             bnb_4bit_compute_dtype=bnb_4bit_compute_dtype,
             bnb_4bit_quant_type=bnb_4bit_quant_type,
@@ -145,7 +146,7 @@ class QMoEConfig(BitsAndBytesConfig):
 
         ``load_in_4bit`` is left out on purpose: transformers takes any dict that has it for stock bitsandbytes.
         """
-        values = {name: getattr(self, name) for name in _FIELDS}
+        values = {name: copy.copy(getattr(self, name)) for name in _FIELDS}
         for name, value in values.items():
             if isinstance(value, torch.dtype):
                 values[name] = str(value).removeprefix("torch.")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from bitsandbytes.nn.modules import Linear4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -151,6 +152,9 @@ class PackingConverter(WeightConverter):
     ) -> Iterator[Tensor]:
         collected = {p: self.collected_tensors.pop(p) for p in self.source_patterns if p in self.collected_tensors}
         self._check_complete(layer_name, num_experts, {p: len(tensors) for p, tensors in collected.items()})
+        if _only_concatenates(self.operations):
+            yield from _concatenated_one_by_one(layer_name, num_experts, list(collected.values()))
+            return
         for expert in range(num_experts):
             parts: dict[str, Any] = {}
             for pattern, tensors in collected.items():
@@ -192,6 +196,35 @@ class PackingConverter(WeightConverter):
                     f"{num_experts} experts are expected. It is incomplete or belongs to another config; get it "
                     "again. Nothing was initialised in their place."
                 )
+
+
+def _only_concatenates(operations: list[ConversionOps]) -> bool:
+    """Whether `operations` merge experts and concatenate rows, as for gate and up, or merge one projection."""
+    _, *rest = operations
+    return not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)
+
+
+def _concatenated_one_by_one(name: str, num_experts: int, sources: list[list[Any]]) -> Iterator[Tensor]:
+    """What merge and concatenate give, with one buffer for all experts and one part at a time beside it."""
+    buffer: Tensor | None = None
+    for expert in range(num_experts):
+        for index, tensors in enumerate(sources):
+            part = _materialize(tensors[expert])
+            tensors[expert] = None
+            if buffer is None:
+                if part.ndim != 2:
+                    raise ValueError(f"{name}: expert {expert} has shape {tuple(part.shape)}, not [out, in]")
+                rows, columns = part.shape
+                buffer = part.new_empty(len(sources) * rows, columns)
+            if part.shape != (rows, columns):
+                raise ValueError(
+                    f"{name}: expert {expert} has parts of shape {tuple(part.shape)} and {(rows, columns)}, which "
+                    "should be equal; the checkpoint is damaged or belongs to another config"
+                )
+            buffer[index * rows : (index + 1) * rows] = part
+            del part
+        if buffer is not None:
+            yield buffer
 
 
 def _materialize(tensor: Any) -> Tensor:
@@ -263,7 +296,7 @@ def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor
         full_name + SUFFIXES[field]: nn.Parameter(as_stored(tensor), requires_grad=False)
         for field, tensor in stack.tensors().items()
     }
-    description = metadata.encode(metadata.describe(module.stacks()))
+    description = metadata.encode(module.description)
     out[f"{path}.quant_metadata"] = description.to(stack.packed.device)
     return out
 
@@ -330,7 +363,13 @@ def packing_conversions(conversions: list[WeightTransform], model: nn.Module) ->
     return [*replaced, *_identity_converters(names)]
 
 
-def without_expert_conversions(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
-    """The conversions that hold for a packed model: its experts are stored fused, under their own names."""
-    names = packed_parameter_names(model)
+def quantized_parameter_names(model: nn.Module) -> list[str]:
+    """Full names of packed parameters and of the weights of bitsandbytes' linears."""
+    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)]
+    return [*packed_parameter_names(model), *linears]
+
+
+def without_quantized_targets(conversions: list[WeightTransform], model: nn.Module) -> list[WeightTransform]:
+    """The conversions that hold for a stored quantized model: its tensors are stored under the names they have."""
+    names = quantized_parameter_names(model)
     return [c for c in conversions if not targets_any(c, names)]

@@ -231,7 +231,7 @@ class ExpertsNbit(PackedModule):
                     delattr(self, name + SUFFIXES[field])
             weights = weights.transpose(1, 2).contiguous() if self.is_transposed else weights
             setattr(self, name, nn.Parameter(weights))
-        del self.quant_metadata, self.quant_type, self.compute_dtype
+        del self.quant_metadata, self.quant_type, self.compute_dtype, self._description
         self.__class__ = self._model_class  # type: ignore[assignment]
         return self
 

@@ -1,8 +1,9 @@
-"""`nn.Linear` to bitsandbytes' `Linear4bit`: on the meta device for a loader, or with weights in memory."""
+"""`nn.Linear` to bitsandbytes' `Linear4bit` and back: on the meta device for a loader, or with weights in memory."""
 
 from collections.abc import Iterable
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from torch import nn
 
@@ -50,5 +51,19 @@ def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dty
     # to bfloat16, and never go back: training after one evaluation then runs an operator without autograd, gradients
     # to earlier layers are lost without an error, and what is saved is no longer what was loaded.
     new.support_avx512bf16_for_cpu = False
-    new.requires_grad_(False)
     return new.train(linear.training)
+
+
+def restore_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces every `Linear4bit` by an `nn.Linear` with its dequantized weight in `dtype`."""
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, Linear4bit):
+            continue
+        with torch.device("meta"):
+            new = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+        # A pickled layer finds its weight's state on itself until its first forward.
+        state = getattr(linear.weight, "quant_state", None) or linear.quant_state
+        new.weight = nn.Parameter(dequantize_4bit(linear.weight.data, state).to(dtype))
+        if linear.bias is not None:
+            new.bias = nn.Parameter(linear.bias.data.to(dtype))
+        model.set_submodule(name, new.train(linear.training))

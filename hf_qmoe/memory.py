@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,23 +28,24 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
             for name, stack in module.stacks().items():
                 sizes[id(getattr(module, name))] = stack.numel
                 skipped.update(id(getattr(module, name + SUFFIXES[f])) for f in stack.tensors() if f != "packed")
+        elif isinstance(module, Linear4bit):
+            sizes[id(module.weight)] = module.in_features * module.out_features
         elif isinstance(module, nn.Embedding) and exclude_embeddings:
             skipped.add(id(module.weight))
     total = 0
     for parameter in model.parameters():
         if id(parameter) in skipped or (only_trainable and not parameter.requires_grad):
             continue
-        if isinstance(parameter, Params4bit):
-            total += parameter.numel() * parameter.element_size() * 2
-        else:
-            total += sizes.get(id(parameter), parameter.numel())
+        total += sizes.get(id(parameter), parameter.numel())
     return total
 
 
 def quant_state_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Scales and codebooks of bitsandbytes' linears, which are neither parameters nor buffers."""
     for module in model.modules():
-        state = getattr(module.weight, "quant_state", None) if isinstance(module, Linear4bit) else None
+        if not isinstance(module, Linear4bit):
+            continue
+        state = getattr(module.weight, "quant_state", None) or module.quant_state
         for level in (state, getattr(state, "state2", None)):
             candidates = (getattr(level, name, None) for name in ("absmax", "code", "offset"))
             yield from (value for value in candidates if isinstance(value, Tensor))

@@ -4,6 +4,7 @@ No computation. What a user may do to a module between construction and use - ca
 must leave every packed byte and every scale as it was, or be refused.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class PackedModule(nn.Module):
     is_transposed: bool
     quant_type: str
     compute_dtype: torch.dtype | None
+    num_experts: int
     quant_metadata: Tensor
+    _description: dict[str, Any]
 
     def _set_stacks(self, stacks: dict[str, PackedStack], compute_dtype: torch.dtype | None) -> None:
         quant_type = next(iter(stacks.values())).quant_type
@@ -56,7 +59,8 @@ class PackedModule(nn.Module):
             for field, tensor in stack.tensors().items():
                 self.register_parameter(name + SUFFIXES[field], nn.Parameter(as_stored(tensor), requires_grad=False))
         device = next(iter(stacks.values())).packed.device
-        self.register_buffer("quant_metadata", metadata.encode(metadata.describe(stacks)).to(device))
+        self._description = metadata.describe(stacks)
+        self.register_buffer("quant_metadata", metadata.encode(self._description).to(device))
 
     @classmethod
     def _check_quant_type(cls, quant_type: str) -> None:
@@ -81,6 +85,17 @@ class PackedModule(nn.Module):
         """Both stacks by parameter name."""
         return {name: self.stack(name) for name in self.stack_names}
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ``quant_metadata`` says, as it was when the module was built."""
+        return self._description
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of all tensors that hold packed weights: bytes, scales, metadata."""
+        names = (name + suffix for name in self.stack_names for suffix in SUFFIXES.values())
+        return *(name for name in names if getattr(self, name, None) is not None), "quant_metadata"
+
     def float_shape(self, name: str) -> tuple[int, int, int]:
         """Shape of the float parameter that `name` stands for, in the model's own layout."""
         stack = self.stack(name)
@@ -88,16 +103,22 @@ class PackedModule(nn.Module):
             return stack.num_experts, stack.in_features, stack.out_features
         return stack.num_experts, stack.out_features, stack.in_features
 
-    def check_stored(self) -> None:
-        """Raises `ValueError` unless the tensors have their stored dtypes and ``quant_metadata`` describes them."""
-        for name in self.stack_names:
-            for suffix in SUFFIXES.values():
-                tensor = getattr(self, name + suffix, None)
-                if tensor is not None and tensor.is_floating_point():
-                    raise ValueError(f"{name}{suffix} is {tensor.dtype}, packed tensors are integers")
-        problem = metadata.mismatch(metadata.decode(self.quant_metadata), metadata.describe(self.stacks()))
+    def check_stored(self, names: Iterable[str]) -> None:
+        """Checks tensors that a loader has put in place, against what this module was built for.
+
+        Args:
+            names: of `stored_names`, those that were loaded.
+
+        Raises:
+            ValueError: metadata, dtypes or shapes differ, or scales are not finite.
+        """
+        problem = self._problem({name: getattr(self, name) for name in names})
         if problem:
             raise ValueError(problem)
+        for name, stack in self.stacks().items():
+            for field, tensor in stack.tensors().items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise ValueError(f"{name}{SUFFIXES[field]} holds values that are not finite")
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
@@ -109,27 +130,55 @@ class PackedModule(nn.Module):
                 value = state_dict.get(prefix + name + suffix)
                 if suffix and isinstance(value, Tensor):
                     state_dict[prefix + name + suffix] = as_stored(value)
-        problem = self._unreadable(state_dict, prefix)
+        own = {name: state_dict.get(prefix + name) for name in self.stored_names}
+        problem = self._problem(own)
         if problem:
             error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
 
-    def _unreadable(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        for name in self.stack_names:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.dtype != torch.uint8:
-                return (
-                    f"{name} is {value.dtype}, not packed bytes; pack float weights with `ExpertsNbit.from_float` "
-                    "or `from_pretrained(..., quantization_config=QMoEConfig())`"
+    def _problem(self, tensors: dict[str, Any]) -> str | None:
+        """Says why stored `tensors`, by name, cannot be this module's; `None` if they can. Missing ones can."""
+        stored = tensors.get("quant_metadata")
+        if isinstance(stored, Tensor):
+            try:
+                problem = metadata.mismatch(metadata.decode(stored), self._description)
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                return problem
+        for name, expected in self._expected_tensors().items():
+            tensor = tensors.get(name)
+            if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape):
+                continue
+            hint = ""
+            if tensor.is_floating_point():
+                hint = (
+                    "; pack float weights with `ExpertsNbit.from_float` or `from_pretrained(..., "
+                    "quantization_config=QMoEConfig())`"
                 )
-        stored = state_dict.get(prefix + "quant_metadata")
-        if not isinstance(stored, Tensor):
-            return None  # reported as a missing key
-        try:
-            return metadata.mismatch(metadata.decode(stored), metadata.describe(self.stacks()))
-        except ValueError as error:
-            return str(error)
+            return (
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+                f"{hint}"
+            )
+        return None
+
+    def _expected_tensors(self) -> dict[str, Tensor]:
+        """Stored tensors on the meta device, as the construction gives them."""
+        expected = {}
+        for name, facts in self._description["stacks"].items():
+            template = PackedStack.empty(
+                self.num_experts,
+                facts["out_features"],
+                facts["in_features"],
+                self.quant_type,
+                facts["blocksize"],
+                self._description["double_quant"],
+                "meta",
+            )
+            for field, tensor in template.tensors().items():
+                expected[name + SUFFIXES[field]] = as_stored(tensor)
+        return expected
 
     def extra_repr(self) -> str:
         """Shapes and format, as they print in the model."""

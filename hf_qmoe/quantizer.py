@@ -4,27 +4,26 @@ import re
 from typing import Any, ClassVar
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
-from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, dequantize_and_replace
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_qmoe.checkpoint import check_complete
+from hf_qmoe.checkpoint import check_files
 from hf_qmoe.config import QMoEConfig
 from hf_qmoe.conversion import (
     QMoEQuantize,
-    packed_parameter_names,
     packing_conversions,
+    quantized_parameter_names,
     targets_any,
-    without_expert_conversions,
+    without_quantized_targets,
 )
 from hf_qmoe.experts import ExpertsNbit
-from hf_qmoe.layout import check_values
-from hf_qmoe.linears import replace_linears
+from hf_qmoe.layout import check_values, follows_experts_interface, stack_names
+from hf_qmoe.linears import replace_linears, restore_linears
 from hf_qmoe.logging import get_logger, warn_once
 from hf_qmoe.memory import attach_counters, detach_counters
 from hf_qmoe.naming import first_match
@@ -68,14 +67,16 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        check_complete(checkpoint_files)
+        check_files(checkpoint_files, self.pre_quantized)
         prepare_model(model, self.quantization_config, self.pre_quantized, device_map)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """True for packed parameters and the weights of bitsandbytes' linears."""
+        """True for tensors of packed experts and the weights of bitsandbytes' linears."""
         module, name = get_module_from_name(model, param_name)
         if isinstance(module, ExpertsNbit):
-            return name in module.stack_names
+            # True for stored tensors also turns off the loader's shape check: it would offer to initialise them anew
+            # (`ignore_mismatched_sizes`). `refuse_incomplete` checks shapes.
+            return name in module.stored_names if self.pre_quantized else name in module.stack_names
         return bool(super().param_needs_quantization(model, param_name, **kwargs))
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
@@ -105,20 +106,17 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     ) -> list[WeightTransform]:
         """Replaces the model's expert converters by packing ones, or drops them where the checkpoint is packed."""
         setattr(model, _FLOAT_CONVERSIONS, list(weight_conversions))
-        adapt = without_expert_conversions if self.pre_quantized else packing_conversions
+        adapt = without_quantized_targets if self.pre_quantized else packing_conversions
         return adapt(weight_conversions, model) + self.get_weight_conversions()
 
     # -- after loading ------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         refuse_incomplete(model)
-        names = packed_parameter_names(model)
+        names = quantized_parameter_names(model)
         floats: list[WeightTransform] = getattr(model, _FLOAT_CONVERSIONS)
         setattr(model, _FLOAT_CONVERSIONS, [c for c in floats if c.was_used() or targets_any(c, names)])
-        kept = without_expert_conversions(getattr(model, "_weight_conversions", None) or [], model)
-        model._weight_conversions = [
-            c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
-        ]
+        set_saved_conversions(model, getattr(model, "_weight_conversions", None) or [])
         model.is_loaded_in_4bit = True
         attach_counters(model)
         return model
@@ -130,9 +128,13 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
             dtype = getattr(torch, dtype)
         dtype = dtype or model.dtype
         names = [name for name, module in model.named_modules() if isinstance(module, ExpertsNbit)]
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError("parts of the model are offloaded; load it without offloading to dequantize it")
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module._weight_conversions = None
         model._weight_conversions = getattr(model, _FLOAT_CONVERSIONS, None)
-        if any(isinstance(module, Linear4bit) for module in model.modules()):
-            model = dequantize_and_replace(model, quantization_config=self.quantization_config, dtype=dtype)
+        restore_linears(model, dtype)
         for name in names:
             model.get_submodule(name).to_experts(dtype)
         detach_counters(model)
@@ -177,34 +179,65 @@ def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_
     return ExpertsNbit.from_experts(module, quant_type, config.experts_blocksize, double_quant, compute_dtype)
 
 
+def default_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """What transformers would reverse when saving a model that was not loaded from a checkpoint."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [c for c in conversions if not isinstance(c, PrefixChange)]
+
+
+def set_saved_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
+    """Sets what saving reverses, on `model` and on the models inside it, which can be saved on their own."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            own = conversions if module is model else default_conversions(module)
+            kept = without_quantized_targets(own, module)
+            # The operation that reads stored linears has no reverse and needs none.
+            module._weight_conversions = [
+                c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
+            ]
+
+
 def refuse_incomplete(model: nn.Module) -> None:
-    """Raises unless every tensor of every packed module came from the checkpoint.
+    """Raises unless every tensor of every packed module came from the checkpoint and is what the config says.
 
     Raises:
-        ValueError: names the tensors that did not, or bytes whose metadata contradicts the config.
+        ValueError: names the tensors that are missing, or the module whose bytes contradict the config.
     """
-    missing = []
+    missing: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, ExpertsNbit):
-            continue
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        # Tensors on the meta device are offloaded: they were written to disk as they were loaded.
-        missing += [
-            f"{path}.{name}"
-            for name, tensor in tensors
-            if tensor.device.type != "meta" and not getattr(tensor, "_is_hf_initialized", False)
-        ]
-        if not missing and module.quant_metadata.device.type != "meta":
-            try:
-                module.check_stored()
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+        if isinstance(module, ExpertsNbit):
+            missing += _check_loaded(path, module)
+        elif follows_experts_interface(module):
+            for name in stack_names(bool(module.has_gate)):
+                if not getattr(module, name).is_floating_point():
+                    raise ValueError(f"{path}.{name} is stored packed, but the config leaves {path} unquantized")
     if missing:
         raise ValueError(
             f"the checkpoint lacks {len(missing)} tensors of packed experts: {', '.join(missing[:8])}"
             f"{', ...' if len(missing) > 8 else ''}. It is incomplete or belongs to another config; get it again. "
             "Nothing was initialised in their place."
         )
+
+
+def _check_loaded(path: str, module: ExpertsNbit) -> list[str]:
+    """Checks what was loaded into `module`; returns the full names of tensors that were not."""
+    # Tensors on the meta device are offloaded: they were written to disk as they were loaded.
+    tensors = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta}
+    loaded = {name for name, tensor in tensors.items() if getattr(tensor, "_is_hf_initialized", False)}
+    try:
+        module.check_stored(loaded.intersection(module.stored_names))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return [f"{path}.{name}" for name in tensors if name not in loaded]
+
+
+def _refuse_unsuitable(model: PreTrainedModel) -> None:
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantized already; start from a float model, or call model.dequantize()")
+    if getattr(model, "peft_config", None) or any(hasattr(module, "base_layer") for module in model.modules()):
+        raise ValueError("the model has adapters; quantize it first, then add them")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model has no weights (meta device); load it with `from_pretrained` and a QMoEConfig")
 
 
 def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -> PreTrainedModel:
@@ -225,24 +258,20 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
             the model is unchanged then.
     """
     config = config or QMoEConfig()
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("the model is quantized already; start from a float model, or call model.dequantize()")
+    _refuse_unsuitable(model)
     warn_unused_patterns(model, config)
     compute_dtype = resolve_compute_dtype(model, config)
     skipped_linears = linears_to_skip(model, config)
     chosen = experts_to_pack(model, config)
     conversions = getattr(model, "_weight_conversions", None)
     setattr(model, _FLOAT_CONVERSIONS, conversions)
-    if conversions is None:  # what transformers would reverse when saving
-        defaults = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [c for c in defaults if not isinstance(c, PrefixChange)]
     for name, quant_type in chosen.items():  # all checks before the first change
         check_values(model.get_submodule(name), quant_type, name)
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
     if config.quantize_linears:
         replace_linears(model, skipped_linears, config, compute_dtype)
-    model._weight_conversions = without_expert_conversions(conversions, model)
+    set_saved_conversions(model, default_conversions(model) if conversions is None else conversions)
 
     quantizer = QMoEHfQuantizer(config, pre_quantized=False)
     model.hf_quantizer = quantizer

@@ -90,7 +90,7 @@ def _refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, found: dict[st
     text_config = model.config.get_text_config()
     counts = {name: getattr(text_config, name, None) for name in _EXPERT_COUNTS}
     declared = {name: value for name, value in counts.items() if isinstance(value, int) and value > 1}
-    if declared and not found:
+    if declared and not found and not any(_looks_like_experts(*item) for item in model.named_modules()):
         looked_at = sorted({type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))})
         raise ValueError(
             f"{type(model).__name__} declares experts ({declared}) but has no module that follows transformers' "
@@ -115,7 +115,8 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and first_match(name, patterns) is not None
+        if isinstance(module, nn.Linear)
+        and (first_match(name, patterns) is not None or first_match(f"{name}.weight", patterns) is not None)
     ]
 
 

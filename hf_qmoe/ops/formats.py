@@ -191,11 +191,11 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     step = max(1, _QUANTIZE_ELEMENTS_AT_ONCE // blocksize) * blocksize
     for start in range(0, flat.numel(), step):
         run = flat[start : start + step]
+        if not torch.isfinite(run).all():  # bitsandbytes' 8-bit kernel would pack NaN as some number
+            raise ValueError("the weight holds NaN or infinite values")
         codes, scales = _quantize_blocks(run, quant_type, blocksize)
         packed[start * fmt.bits // 8 :][: codes.numel()] = codes
         absmax[start // blocksize :][: scales.numel()] = scales
-    if not torch.isfinite(absmax).all():
-        raise ValueError("the weight holds NaN or infinite values")
     return packed.view(packed_shape), absmax
 
 

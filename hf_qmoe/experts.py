@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
+from hf_qmoe.autograd import add_expert_bias, frozen_grouped_linear, gather_tokens, scatter_tokens
 from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface, stack_names
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
@@ -129,11 +129,11 @@ class ExpertsNbit(PackedModule):
         Raises:
             ValueError: shapes that do not belong together, or weights that are not finite.
         """
-        stacks = [w.transpose(1, 2) if is_transposed else w for w in (gate_up_proj, down_proj)]
-        if any(w.ndim != 3 for w in stacks):
+        if gate_up_proj.ndim != 3 or down_proj.ndim != 3:
             raise ValueError(
                 f"expected two stacks [E, N, K], got {tuple(gate_up_proj.shape)} and {tuple(down_proj.shape)}"
             )
+        stacks = [w.transpose(1, 2) if is_transposed else w for w in (gate_up_proj, down_proj)]
         experts, hidden, intermediate = stacks[1].shape
         expected = (experts, (2 if has_gate else 1) * intermediate, hidden)
         if tuple(stacks[0].shape) != expected:
@@ -141,8 +141,12 @@ class ExpertsNbit(PackedModule):
                 f"gate_up_proj is {tuple(stacks[0].shape)} as [E, N, K], but down_proj {tuple(stacks[1].shape)} "
                 f"{'with' if has_gate else 'without'} a gate needs {expected}"
             )
+        biases = (gate_up_proj_bias, down_proj_bias)
         if (gate_up_proj_bias is None) != (down_proj_bias is None):
             raise ValueError("give both gate_up_proj_bias and down_proj_bias, or neither")
+        for bias, weights in zip(biases, stacks, strict=True):
+            if bias is not None and bias.shape != weights.shape[:2]:
+                raise ValueError(f"a bias is {tuple(bias.shape)}, its stack needs {tuple(weights.shape[:2])}")
         module = cls(
             experts,
             hidden,
@@ -158,7 +162,7 @@ class ExpertsNbit(PackedModule):
             is_transposed=is_transposed,
             is_concatenated=is_concatenated,
         )
-        for name, weights, bias in zip(module.stack_names, stacks, (gate_up_proj_bias, down_proj_bias), strict=True):
+        for name, weights, bias in zip(module.stack_names, stacks, biases, strict=True):
             for expert, weight in enumerate(weights):
                 module.stack(name).quantize_expert_(expert, weight.detach())
             if bias is not None:
@@ -197,12 +201,12 @@ class ExpertsNbit(PackedModule):
         cls._check_quant_type(quant_type)
         if not any(p.is_meta for p in module.parameters()):
             check_values(module, quant_type)  # before the first change
-        stacks = {}
-        for name, (experts, rows, columns) in float_stack_shapes(module).items():
+        stacks = {
+            name: PackedStack.empty(*shape, quant_type, blocksize, double_quant, getattr(module, name).device)
+            for name, shape in float_stack_shapes(module).items()
+        }
+        for name in stacks:
             weights = getattr(module, name)
-            stacks[name] = PackedStack.empty(
-                experts, rows, columns, quant_type, blocksize, double_quant, weights.device
-            )
             if weights.device.type == "meta":
                 continue
             for expert, weight in enumerate(weights.detach()):
@@ -211,8 +215,8 @@ class ExpertsNbit(PackedModule):
         module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
         assert isinstance(module, ExpertsNbit)
         module._set_stacks(stacks, compute_dtype)
+        # Otherwise transformers' `_init_weights` draws normal numbers into the bytes.
         module._is_hf_initialized = True  # type: ignore[assignment]
-        # or transformers' `_init_weights` draws normal numbers into the bytes
         return module
 
     def to_experts(self, dtype: torch.dtype) -> nn.Module:
@@ -298,9 +302,8 @@ class ExpertsNbit(PackedModule):
         out = frozen_grouped_linear(rows, self.stack(name), routing.offsets)
         if not self.has_bias:
             return out
-        # Sentinel rows take the last expert's bias; their routing weight is zero.
-        bias: Tensor = getattr(self, f"{name}_bias").to(out.dtype)
-        return out + bias[routing.expert_ids.clamp(max=self.num_experts - 1)]
+        bias: Tensor = getattr(self, f"{name}_bias")
+        return add_expert_bias(out, bias.to(out.dtype), routing.offsets)
 
     def _product_dtype(self, hidden_states: Tensor) -> torch.dtype:
         device_type = hidden_states.device.type
@@ -322,6 +325,8 @@ class ExpertsNbit(PackedModule):
                 f"expected hidden_states [T, H] and top_k_index [T, k], got {tuple(hidden_states.shape)} and "
                 f"{tuple(top_k_index.shape)}"
             )
+        if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+            raise ValueError(f"top_k_index must hold integers, got {top_k_index.dtype}")
         if top_k_weights.shape != top_k_index.shape:
             raise ValueError(
                 f"top_k_weights {tuple(top_k_weights.shape)} differs from top_k_index {tuple(top_k_index.shape)}"

@@ -117,7 +117,7 @@ class PackedModule(nn.Module):
             raise ValueError(problem)
         for name, stack in self.stacks().items():
             for field, tensor in stack.tensors().items():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
                     raise ValueError(f"{name}{SUFFIXES[field]} holds values that are not finite")
 
     def _load_from_state_dict(

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
-from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightTransform
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -16,6 +15,7 @@ from hf_qmoe.checkpoint import check_files
 from hf_qmoe.config import QMoEConfig
 from hf_qmoe.conversion import (
     QMoEQuantize,
+    linear_conversions,
     packing_conversions,
     quantized_parameter_names,
     targets_any,
@@ -96,18 +96,17 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         return QMoEQuantize(super().get_quantize_ops())
 
     def get_weight_conversions(self) -> list[WeightTransform]:
-        """Converters for stored linears; packed experts are read by name."""
-        if not self.pre_quantized:
-            return []
-        return [WeightConverter(Bnb4BitHfQuantizer.serialized_names["weight"], "weight", [Bnb4bitDeserialize(self)])]
+        """None beside those of `update_weight_conversions`."""
+        return []
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
         """Replaces the model's expert converters by packing ones, or drops them where the checkpoint is packed."""
         setattr(model, _FLOAT_CONVERSIONS, list(weight_conversions))
-        adapt = without_quantized_targets if self.pre_quantized else packing_conversions
-        return adapt(weight_conversions, model) + self.get_weight_conversions()
+        if not self.pre_quantized:
+            return packing_conversions(weight_conversions, model)
+        return without_quantized_targets(weight_conversions, model) + linear_conversions(model, self)
 
     # -- after loading ------------------------------------------------------------------------------------------
 
@@ -190,11 +189,7 @@ def set_saved_conversions(model: PreTrainedModel, conversions: list[WeightTransf
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             own = conversions if module is model else default_conversions(module)
-            kept = without_quantized_targets(own, module)
-            # The operation that reads stored linears has no reverse and needs none.
-            module._weight_conversions = [
-                c for c in kept if not any(isinstance(op, Bnb4bitDeserialize) for op in getattr(c, "operations", ()))
-            ]
+            module._weight_conversions = without_quantized_targets(own, module)
 
 
 def refuse_incomplete(model: nn.Module) -> None:

@@ -59,14 +59,12 @@ def mismatch(stored: dict[str, Any], expected: dict[str, Any]) -> str | None:
         return None
     version = stored.get("format_version")
     if version != FORMAT_VERSION:
-        return (
-            f"the packed weights have format version {version}, this hf_qmoe reads version {FORMAT_VERSION}; "
-            "upgrade hf_qmoe"
-        )
+        advice = "; upgrade hf_qmoe" if isinstance(version, int) and version > FORMAT_VERSION else ""
+        return f"the packed weights have format version {version}, this hf_qmoe reads version {FORMAT_VERSION}{advice}"
     for key in ("quant_type", "double_quant"):
         if stored.get(key) != expected[key]:
             return (
                 f"the packed weights were stored with {key}={stored.get(key)!r}, the module was built with "
                 f"{key}={expected[key]!r}; build it with {key}={stored.get(key)!r}"
             )
-    return f"the packed weights were stored for {stored.get('stacks')}, the module was built for {expected['stacks']}"
+    return f"the packed weights were stored for {stored}, the module was built for {expected}"

@@ -10,6 +10,7 @@ def check_pattern(pattern: object) -> None:
         raise ValueError(f"a module pattern must be a non-empty string, got {pattern!r}")
     try:
         re.compile(pattern)
+        re.compile(rf"(?:{pattern})")  # as `matches` uses it: flags such as (?i) must stand at the very start
     except re.error as error:
         raise ValueError(f"module pattern {pattern!r} is not a valid regular expression: {error}") from None
 

@@ -13,7 +13,7 @@ from hf_qmoe.ops import formats, torch_ops
 from hf_qmoe.ops.schema import dequantize_stack
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedStack:
     """Packed weights of all experts for one projection.
 
@@ -101,7 +101,7 @@ class PackedStack:
         """Weights per scale; 0 for bf16 and fp16."""
         if self.absmax is None:
             return 0
-        return self.out_features * self.in_features // self.absmax[0].numel()
+        return self.out_features * self.in_features // self.absmax.shape[1:].numel()
 
     @property
     def double_quant(self) -> bool:
@@ -133,7 +133,7 @@ class PackedStack:
             raise ValueError(
                 f"expert {expert} has shape {tuple(weight.shape)}, expected {(self.out_features, self.in_features)}"
             )
-        packed, absmax = formats.quantize(weight, self.quant_type, self.blocksize)
+        packed, absmax = formats.quantize(weight.detach(), self.quant_type, self.blocksize)
         self.packed[expert] = packed
         if absmax is None or self.absmax is None:
             return

@@ -36,7 +36,8 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
         return False
     is_4bit = get_format(quant_type).bits == 4
     name = f"cdequantize_blockwise_cpu_{quant_type}_{suffix}" if is_4bit else f"cdequantize_blockwise_cpu_{suffix}"
-    function = getattr(lib, name, None)
+    # Asked directly, `lib` answers for every name, with a function that raises where there is none.
+    function = getattr(getattr(lib, "_lib", None), name, None)
     if function is None:
         return False
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (packed, absmax, out)]

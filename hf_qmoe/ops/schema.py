@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import torch_ops
-from hf_qmoe.ops.formats import get_format
+from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, get_format
 
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +49,7 @@ def grouped_linear(
 
     Raises:
         RuntimeError: an argument has the wrong shape or dtype.
+        ValueError: `expert_offsets` does not rise from 0 to at most S.
     """
     _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
     _check_product(x, packed, expert_offsets, quant_type, transpose)
@@ -100,6 +101,7 @@ def dequantize_stack(
 ) -> Tensor:
     """A whole stack as ``[E, N, K]`` in `dtype`; the arguments are those of `grouped_linear`. Not differentiable."""
     _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     return torch_ops.dequantize_stack(packed, absmax, nested_absmax, nested_offset, quant_type, dtype)
 
 
@@ -113,6 +115,7 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     shape = (packed.shape[0], *torch_ops.logical_shape(packed, quant_type))
     return torch.empty(shape, dtype=dtype, device=packed.device)
 
@@ -133,7 +136,12 @@ def _check_stack(
         (absmax is not None) == fmt.has_scales,
         lambda: f"{quant_type} {'needs' if fmt.has_scales else 'has no'} absmax",
     )
+    torch._check(packed.shape[2] * 8 % fmt.bits == 0, lambda: f"packed rows of {packed.shape[2]} bytes end mid-weight")
     if absmax is None:
+        torch._check(
+            nested_absmax is None and nested_offset is None,
+            lambda: f"{quant_type} has no nested_absmax and nested_offset",
+        )
         return
     nested = nested_absmax is not None
     torch._check(nested == (nested_offset is not None), lambda: "nested_absmax and nested_offset come together")
@@ -155,6 +163,20 @@ def _check_stack(
         absmax.shape[0] == packed.shape[0],
         lambda: f"absmax is for {absmax.shape[0]} experts, packed for {packed.shape[0]}",
     )
+    # Native code reads one scale per block without asking how many there are.
+    blocks, weights = absmax.shape[1:].numel(), packed.shape[1] * packed.shape[2] * 8 // fmt.bits
+    torch._check(
+        blocks > 0 and weights % blocks == 0, lambda: f"absmax has {blocks} scales for {weights} weights of an expert"
+    )
+    if nested_absmax is not None and nested_offset is not None:
+        shape = (packed.shape[0], -(blocks // -NESTED_BLOCKSIZE))
+        torch._check(
+            nested_absmax.shape == shape, lambda: f"nested_absmax must be {shape}, got {tuple(nested_absmax.shape)}"
+        )
+        torch._check(
+            nested_offset.shape == shape[:1],
+            lambda: f"nested_offset must be {shape[:1]}, got {tuple(nested_offset.shape)}",
+        )
 
 
 def _check_product(x: Tensor, packed: Tensor, expert_offsets: Tensor, quant_type: str, transpose: bool) -> None:

@@ -26,7 +26,8 @@ class _Scratch(threading.local):
         numel = shape[0] * shape[1]
         buffer = self.buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
-            self.buffers[dtype] = buffer = torch.empty(numel, dtype=dtype)
+            with torch.inference_mode(False):  # or a later call outside of inference mode could not write to it
+                self.buffers[dtype] = buffer = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
 
@@ -96,7 +97,13 @@ def grouped_linear(
             continue
         scales = expert_absmax(absmax, nested_absmax, nested_offset, expert)
         weight = dequantize_expert(packed[expert], scales, quant_type, x.dtype)
-        torch.mm(x[start:end], weight if transpose else weight.t(), out=out[start:end])
+        result = out[start:end]
+        # MKL's last bits depend on where operands lie, and `F.linear` writes to aligned memory. Always `out=`: unlike
+        # `torch.mm(a, b)`, it is left alone by autocast.
+        target = torch.empty_like(result) if result.data_ptr() % 64 else result
+        torch.mm(x[start:end], weight if transpose else weight.t(), out=target)
+        if target is not result:
+            result.copy_(target)
     out[bounds[-1] :].zero_()
     return out
 

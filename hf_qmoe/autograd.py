@@ -6,7 +6,6 @@ permutation and a sum over a token's experts, rather than autograd's ``index_put
 low precision of the rows and in no fixed order on CUDA.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,39 +63,6 @@ class _ScatterTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (perm,) = ctx.saved_tensors
         return grad.index_select(0, perm), None, None
-
-
-class _AddExpertBias(torch.autograd.Function):
-    @staticmethod
-    def forward(rows: Tensor, bias: Tensor, expert_offsets: Tensor) -> Tensor:
-        out = rows.clone()
-        for expert, (start, end) in enumerate(pairwise(expert_offsets.tolist())):
-            out[start:end] += bias[expert]
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (expert_offsets,) = ctx.saved_tensors
-        sums = [grad[start:end].sum(dim=0) for start, end in pairwise(expert_offsets.tolist())]
-        return grad, torch.stack(sums), None
-
-
-def add_expert_bias(rows: Tensor, bias: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Adds each expert's bias to its rows; rows of no expert stay as they are.
-
-    The gradient of the bias is one sum per expert. Autograd's own, of indexing, adds rows one by one in the dtype of
-    the bias: in bfloat16 most of the gradient is rounded away.
-
-    Args:
-        rows: ``[S, N]``, sorted by expert.
-        bias: ``[E, N]`` in the dtype of `rows`.
-        expert_offsets: int64 ``[E + 1]``, see `hf_qmoe.ops.schema.grouped_linear`.
-    """
-    return _AddExpertBias.apply(rows, bias, expert_offsets)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_tokens(x: Tensor, perm: Tensor, inverse: Tensor, top_k: int) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qmoe.autograd import add_expert_bias, frozen_grouped_linear, gather_tokens, scatter_tokens
+from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
 from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface, stack_names
+from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
 from hf_qmoe.routing import Routing, route
@@ -303,7 +304,8 @@ class ExpertsNbit(PackedModule):
         if not self.has_bias:
             return out
         bias: Tensor = getattr(self, f"{name}_bias")
-        return add_expert_bias(out, bias.to(out.dtype), routing.offsets)
+        biased: Tensor = add_expert_bias(out, bias.to(out.dtype), routing.offsets)
+        return biased
 
     def _product_dtype(self, hidden_states: Tensor) -> torch.dtype:
         device_type = hidden_states.device.type

@@ -67,4 +67,6 @@ def mismatch(stored: dict[str, Any], expected: dict[str, Any]) -> str | None:
                 f"the packed weights were stored with {key}={stored.get(key)!r}, the module was built with "
                 f"{key}={expected[key]!r}; build it with {key}={stored.get(key)!r}"
             )
+    if stored.get("stacks") != expected["stacks"]:
+        stored, expected = stored.get("stacks"), expected["stacks"]  # type: ignore[assignment]
     return f"the packed weights were stored for {stored}, the module was built for {expected}"

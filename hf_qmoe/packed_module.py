@@ -205,4 +205,4 @@ def _rename_published_layout(module: PackedModule, state_dict: dict[str, Any], p
         if stack.absmax is not None and packed.numel() == stack.packed.numel():
             state_dict[prefix + name] = packed.reshape(stack.packed.shape)
             state_dict[f"{prefix}{name}_absmax"] = absmax.reshape(stack.absmax.shape)
-    state_dict.setdefault(prefix + "quant_metadata", module.quant_metadata)
+    state_dict.setdefault(prefix + "quant_metadata", metadata.encode(module.description))

@@ -187,7 +187,7 @@ class PackingConverter(WeightConverter):
             present = set(found) if found else set(range(counts.get(pattern, 0)))
             problems = []
             if missing := sorted(expected - present):
-                problems.append(f"missing experts {missing}")
+                problems.append(f"is missing experts {missing}")
             if extra := sorted(present - expected):
                 problems.append(f"has unexpected experts {extra}")
             if not problems and counts.get(pattern, 0) != num_experts:

@@ -296,6 +296,7 @@ class ExpertsNbit(PackedModule):
 
         per_token = rows.view(*top_k_index.shape, rows.shape[-1])
         weights = top_k_weights.to(torch.promote_types(compute_dtype, torch.float32))
+        weights = weights.masked_fill(top_k_index >= self.num_experts, 0.0)  # experts of other ranks
         out: Tensor = (per_token * weights.unsqueeze(-1)).sum(dim=1)
         return out.to(hidden_states.dtype)
 
@@ -309,7 +310,8 @@ class ExpertsNbit(PackedModule):
 
     def _product_dtype(self, hidden_states: Tensor) -> torch.dtype:
         device_type = hidden_states.device.type
-        if torch.is_autocast_enabled(device_type):
+        casts = hidden_states.dtype != torch.float64 and torch.amp.is_autocast_available(device_type)
+        if casts and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return self.compute_dtype or hidden_states.dtype
 

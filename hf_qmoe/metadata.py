@@ -35,6 +35,7 @@ def describe(stacks: dict[str, PackedStack]) -> dict[str, Any]:
 def encode(description: dict[str, Any]) -> Tensor:
     """`description` as a uint8 tensor on the CPU."""
     text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    text += " " * (-len(text) % 16)  # tensors behind it in a file keep an aligned address
     return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8, device="cpu")
 
 

@@ -112,13 +112,13 @@ class PackedModule(nn.Module):
         Raises:
             ValueError: metadata, dtypes or shapes differ, or scales are not finite.
         """
-        problem = self._problem({name: getattr(self, name) for name in names})
+        loaded = {name: getattr(self, name) for name in names}
+        problem = self._problem(loaded)
         if problem:
             raise ValueError(problem)
-        for name, stack in self.stacks().items():
-            for field, tensor in stack.tensors().items():
-                if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor).all():
-                    raise ValueError(f"{name}{SUFFIXES[field]} holds values that are not finite")
+        for name, tensor in loaded.items():
+            if tensor.dtype == torch.int32 and not torch.isfinite(as_used(tensor)).all():
+                raise ValueError(f"{name} holds scales that are not finite")
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]

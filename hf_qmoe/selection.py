@@ -1,6 +1,8 @@
 """Which modules a config packs, replaces or leaves alone. No arithmetic, no weights."""
 
+import inspect
 import re
+from functools import cache
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +16,9 @@ from hf_qmoe.naming import first_match
 
 
 logger = get_logger(__name__)
+
+#: Block size of bitsandbytes' linears.
+LINEAR_BLOCKSIZE = 64
 
 #: Config fields by which a model says that it has routed experts.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -61,6 +66,10 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
                 f"{list(float_stack_shapes(module).values())}"
             )
     _refuse_leftovers(model, config, found)
+    if not found and not config.quantize_linears:
+        raise ValueError(
+            f"{type(model).__name__} has no experts and quantize_linears=False: there is nothing to quantize"
+        )
     return chosen
 
 
@@ -102,7 +111,8 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
     """Full names of the linears that stay as they are.
 
     bitsandbytes' own default (output head, tied weights, modules kept in float32), or ``llm_int8_skip_modules`` in its
-    place; what matches ``modules_to_not_convert``; routers.
+    place; what matches ``modules_to_not_convert``; routers; linears whose weight the model's code reads by itself, as
+    fused kernels do; linears that bitsandbytes computes wrongly.
     """
     replaced_default = config.llm_int8_skip_modules
     default = get_keys_to_not_convert(model) if replaced_default is None else replaced_default
@@ -112,12 +122,37 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or []),
     ]
     patterns = [*kept, *(config.modules_to_not_convert or []), *map(re.escape, _linear_routers(model))]
-    return [
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    skipped = {
         name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (first_match(name, patterns) is not None or first_match(f"{name}.weight", patterns) is not None)
-    ]
+        for name in linears
+        if first_match(name, patterns) is not None
+        or first_match(f"{name}.weight", patterns) is not None
+        or _weight_is_read(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+    }
+    # bitsandbytes' AVX512 kernel (0.50.2) takes wrong scales where blocks of 64 run on from row to row. Left out on
+    # every device, so that a saved model means the same everywhere.
+    uneven = [name for name in linears if name not in skipped and linears[name].in_features % LINEAR_BLOCKSIZE]
+    if uneven and config.quantize_linears:
+        logger.warning(
+            f"{len(uneven)} linears stay unquantized, since their in_features is not a multiple of "
+            f"{LINEAR_BLOCKSIZE}: {', '.join(uneven[:4])}{', ...' if len(uneven) > 4 else ''}"
+        )
+    return sorted(skipped.union(uneven))
+
+
+def _weight_is_read(parent: nn.Module, name: str) -> bool:
+    """Whether the class of `parent` uses ``self.<name>.weight`` as a value (not for its dtype, device or shape)."""
+    source = _source(type(parent))  # type: ignore[arg-type]  # classes are hashable
+    return re.search(rf"\bself\.{re.escape(name)}\.weight\b(?!\.)", source) is not None
+
+
+@cache
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # defined in a notebook cell or made at run time
+        return ""
 
 
 def _linear_routers(model: nn.Module) -> list[str]:

@@ -66,7 +66,7 @@ def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (expert_offsets,) = ctx.saved_tensors
-    return grad, sum_by_expert(grad, expert_offsets), None
+    return grad, sum_by_expert(grad, expert_offsets) if ctx.needs_input_grad[1] else None, None
 
 
 def _save_for_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -29,6 +29,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe import metadata
 from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.linears import quantize_linear_weight
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, as_stored
 
@@ -304,10 +305,7 @@ def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor
 
 
 class QMoEQuantize(ConversionOps):
-    """The quantization operation of a load: packs a fused experts parameter, leaves the rest to `linear_op`."""
-
-    def __init__(self, linear_op: ConversionOps) -> None:
-        self.linear_op = linear_op
+    """The quantization operation of a load, for one parameter: a fused experts stack or the weight of a linear."""
 
     def convert(
         self,
@@ -319,19 +317,18 @@ class QMoEQuantize(ConversionOps):
         full_layer_name: str,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Packs or delegates, by what the target module is."""
-        module, name = get_module_from_name(model, full_layer_name)
-        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
-            linear: dict[str, Any] = self.linear_op.convert(
-                input_dict,
-                source_patterns=source_patterns,
-                target_patterns=target_patterns,
-                model=model,
-                full_layer_name=full_layer_name,
-                **kwargs,
-            )
-            return linear
-        return pack_merged(model, input_dict)
+        """Quantizes for the target, by what its module is."""
+        module, _ = get_module_from_name(model, full_layer_name)
+        if not isinstance(module, Linear4bit):
+            return pack_merged(model, input_dict)
+        ((name, value),) = input_dict.items()
+        weight = value[0] if isinstance(value, list) else value
+        try:
+            quantized = quantize_linear_weight(weight, module.weight)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        module._is_hf_initialized = True  # type: ignore[assignment]  # or its bytes would be drawn anew
+        return {name: quantized}
 
 
 class QMoEDeserializeLinear(ConversionOps):

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
-from torch import nn
+from torch import Tensor, nn
 
 from hf_qmoe.config import QMoEConfig
+from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, compress_absmax, quantize
 
 
 def replace_linears(
@@ -39,10 +40,8 @@ def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dty
             quant_type=config.bnb_4bit_quant_type,
             quant_storage=config.bnb_4bit_quant_storage,
         )
-    device = linear.weight.device
-    if device.type != "meta":
-        weight: nn.Parameter = Params4bit(linear.weight.data, requires_grad=False, **new.weight.__dict__)
-        new.weight = weight.to(device)  # `to` quantizes
+    if not linear.weight.is_meta:
+        new.weight = quantize_linear_weight(linear.weight.data, new.weight)  # type: ignore[arg-type]
         new.bias = linear.bias
     elif pre_quantized:
         new.weight.data = new.weight.data.to(config.bnb_4bit_quant_storage)
@@ -52,6 +51,38 @@ def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dty
     # to earlier layers are lost without an error, and what is saved is no longer what was loaded.
     new.support_avx512bf16_for_cpu = False
     return new.train(linear.training)
+
+
+def quantize_linear_weight(weight: Tensor, placeholder: Params4bit) -> Params4bit:
+    """What ``Params4bit(weight, ...).to(device)`` gives, bit for bit, without its large temporaries on a CPU.
+
+    Args:
+        weight: float ``[out_features, in_features]``.
+        placeholder: the parameter to replace, which says how to quantize and knows its module.
+
+    Raises:
+        ValueError: the weight holds values that are not finite.
+    """
+    quant_type, blocksize = placeholder.quant_type, placeholder.blocksize
+    packed, absmax = quantize(weight, quant_type, blocksize)
+    assert absmax is not None
+    facts = {
+        "shape": weight.shape,
+        "code": codebook(quant_type, weight.device).clone(),
+        "blocksize": blocksize,
+        "quant_type": quant_type,
+        "dtype": weight.dtype,
+    }
+    if placeholder.compress_statistics:
+        codes, nested_absmax, offset = compress_absmax(absmax)
+        code = codebook("int8", weight.device).clone()
+        nested = QuantState(nested_absmax, code=code, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
+        state = QuantState(codes, offset=offset, state2=nested, **facts)
+    else:
+        state = QuantState(absmax, **facts)
+    settings = {**placeholder.__dict__, "quant_state": state, "bnb_quantized": True}
+    placeholder.module.quant_state = state
+    return Params4bit(packed.view(-1).view(placeholder.quant_storage).unsqueeze(1), requires_grad=False, **settings)
 
 
 def restore_linears(model: nn.Module, dtype: torch.dtype) -> None:

@@ -93,7 +93,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes one parameter as it is loaded."""
-        return QMoEQuantize(super().get_quantize_ops())
+        return QMoEQuantize()
 
     def get_weight_conversions(self) -> list[WeightTransform]:
         """None beside those of `update_weight_conversions`."""

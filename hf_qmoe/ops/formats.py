@@ -21,8 +21,8 @@ BLOCKSIZES_8BIT = (64, 128, 256, 512, 1024, 2048, 4096)
 #: Block size of the second quantization (of the scales themselves), as in bitsandbytes' ``compress_statistics``.
 NESTED_BLOCKSIZE = 256
 
-# Quantizing builds several fp32 temporaries of the input's size; blocks are independent, so a matrix is handed to
-# bitsandbytes in runs of whole blocks. Without it, loading peaks at ~10x the bf16 bytes of one expert.
+# On a CPU quantizing builds several fp32 temporaries of the input's size. Blocks are independent: a matrix is handed
+# to bitsandbytes in runs of whole blocks, or loading would peak far above the packed model.
 _QUANTIZE_ELEMENTS_AT_ONCE = 1 << 18
 
 
@@ -188,8 +188,10 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     flat = weight.contiguous().view(-1)
     packed = torch.empty(flat.numel() * fmt.bits // 8, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(flat.numel() // blocksize, dtype=torch.float32, device=weight.device)
-    step = max(1, _QUANTIZE_ELEMENTS_AT_ONCE // blocksize) * blocksize
-    for start in range(0, flat.numel(), step):
+    step = flat.numel()
+    if weight.device.type == "cpu":
+        step = max(1, _QUANTIZE_ELEMENTS_AT_ONCE // blocksize) * blocksize
+    for start in range(0, flat.numel(), max(1, step)):
         run = flat[start : start + step]
         if not torch.isfinite(run).all():  # bitsandbytes' 8-bit kernel would pack NaN as some number
             raise ValueError("the weight holds NaN or infinite values")

@@ -5,7 +5,14 @@
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from hf_qmoe import QMoEConfig
 from hf_qmoe.experts import ExpertsNbit
@@ -70,10 +77,7 @@ def weight_bytes(config: PreTrainedConfig) -> dict[str, float]:
     prepare_model(model, QMoEConfig(quantize_linears=False), pre_quantized=True)
     packed = sum(p.nbytes for m in model.modules() if isinstance(m, ExpertsNbit) for p in m.parameters(recurse=False))
     without_experts = sum(
-        p.nbytes
-        for m in model.modules()
-        if not isinstance(m, ExpertsNbit)
-        for p in m.parameters(recurse=False)
+        p.nbytes for m in model.modules() if not isinstance(m, ExpertsNbit) for p in m.parameters(recurse=False)
     )
     linear = sum(
         m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"

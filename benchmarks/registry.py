@@ -1,0 +1,7 @@
+"""All benchmark cases by name."""
+
+from benchmarks import experts_time, load_memory, training_memory
+from benchmarks.case import Case
+
+
+CASES: dict[str, Case] = {case.name: case for case in (training_memory.CASE, load_memory.CASE, experts_time.CASE)}

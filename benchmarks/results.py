@@ -1,0 +1,78 @@
+"""Results files: one CSV per case, rows appended, each with the provenance of its run."""
+
+import csv
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from benchmarks.case import Row
+from benchmarks.provenance import provenance
+
+
+DIRECTORY = Path(__file__).with_name("results")
+ROW_COLUMNS = tuple(f.name for f in fields(Row))
+
+
+def append(path: Path, rows: Iterable[Row], origin: dict[str, str] | None = None) -> None:
+    """Adds `rows` to a results file, which is made if it does not exist.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    origin = origin or provenance()
+    columns = [*ROW_COLUMNS, *origin]
+    is_new = not path.exists()
+    if not is_new:
+        with path.open(newline="", encoding="utf-8") as stream:
+            present = next(csv.reader(stream), [])
+        if present != columns:
+            raise ValueError(f"{path} has the columns {present}, not {columns}; move it away to start a new one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            values = asdict(row) | {"config": json.dumps(row.config)}
+            writer.writerow({k: _text(v) for k, v in (values | origin).items()})
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def read(path: Path) -> list[tuple[Row, dict[str, str]]]:
+    """Rows of a results file with their provenance, oldest first."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        return [_parse(record) for record in csv.DictReader(stream)]
+
+
+def _parse(record: dict[str, str]) -> tuple[Row, dict[str, str]]:
+    def number(name: str) -> float | None:
+        return float(record[name]) if record[name] else None
+
+    row = Row(
+        record["arm"],
+        json.loads(record["config"]),
+        record["metric"],
+        record["unit"],
+        float(record["value"]),
+        record["baseline"],
+        number("ratio"),
+        number("target"),
+        int(record["repeats"]),
+        number("p20"),
+        number("p80"),
+    )
+    return row, {name: value for name, value in record.items() if name not in ROW_COLUMNS}
+
+
+def latest(path: Path) -> list[tuple[Row, dict[str, str]]]:
+    """The newest of the rows that measure the same thing: older ones are history."""
+    newest = {}
+    for row, origin in read(path):
+        newest[row.arm, json.dumps(row.config), row.metric, row.baseline] = (row, origin)
+    return list(newest.values())

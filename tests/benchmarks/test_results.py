@@ -1,0 +1,96 @@
+"""The recorded rows: readable, with provenance, and within the stated targets. Nothing is measured here."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import load_memory, results, run, training_memory
+from benchmarks.case import Row
+from benchmarks.registry import CASES
+
+
+ROW = Row("hf_qmoe", {"depth": 4, "dtype": "bfloat16"}, "peak_tensors", "bytes", 123456789, "plain", 0.25, 0.25)
+
+
+def _recorded(name: str) -> list[Row]:
+    return [row for row, _ in results.latest(results.DIRECTORY / f"{name}.csv")]
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """Through two appends; the newer of two rows for the same thing is the latest."""
+    path = tmp_path / "sub" / "case.csv"
+    newer = Row("hf_qmoe", ROW.config, "peak_tensors", "bytes", 100, "plain", 0.2, 0.25, 3, 0.5, 1.5)
+    results.append(path, [ROW], {"date": "1", "commit": "a"})
+    results.append(path, [newer], {"date": "2", "commit": "b"})
+    assert results.read(path) == [(ROW, {"date": "1", "commit": "a"}), (newer, {"date": "2", "commit": "b"})]
+    assert results.latest(path) == [(newer, {"date": "2", "commit": "b"})]
+
+
+def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
+    """A file cannot hold two layouts."""
+    results.append(tmp_path / "case.csv", [ROW], {"date": "1"})
+    with pytest.raises(ValueError, match="has the columns"):
+        results.append(tmp_path / "case.csv", [ROW], {"date": "1", "gpu": "none"})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_rows_have_provenance(name: str) -> None:
+    """Every field is there, and no machine or user is named."""
+    recorded = results.read(results.DIRECTORY / f"{name}.csv")
+    assert recorded
+    for row, origin in recorded:
+        assert all(origin.values())
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", origin["date"])
+        assert re.fullmatch(r"[0-9a-f]{7,}(\+changes)?", origin["commit"])
+        assert int(origin["threads"]) >= 1
+        assert not any("/" in value for value in (*origin.values(), row.arm, row.metric))
+
+
+def test_recorded_training_memory_meets_its_target() -> None:
+    """At four layers, at most a quarter of the plain implementation's peak, by the kernel's and torch's count."""
+    with_target = [row for row in _recorded("training_memory") if row.target is not None]
+    assert {row.metric for row in with_target} == {"peak_rss_anon", "peak_tensors"}
+    for row in with_target:
+        assert row.target == training_memory.TARGET == 0.25
+        assert row.config["depth"] == 4
+        assert row.config["E"] == 64
+        assert run.meets_target(row), row
+
+
+def test_recorded_training_memory_grows_by_activations_only() -> None:
+    """One more layer costs the plain implementation its weights; ours a small part of that."""
+    growth = {row.arm: row.ratio for row in _recorded("training_memory") if row.metric == "peak_tensors_per_layer"}
+    assert growth["plain"] >= 1
+    assert growth["hf_qmoe"] < 0.1
+
+
+def test_recorded_load_memory_meets_its_target() -> None:
+    """Packing while reading, and reading packed: at most 1.10 times the packed bytes."""
+    with_target = {row.arm: row for row in _recorded("load_memory") if row.target is not None}
+    assert set(with_target) == set(load_memory.PACKED_ARMS)
+    for row in with_target.values():
+        assert row.target == load_memory.TARGET == 1.10
+        assert row.metric == "peak_rss_anon"
+        assert run.meets_target(row), row
+
+
+def test_recorded_checkpoint_is_large_enough_to_tell() -> None:
+    """The bf16 model is at least 700 MB, and packing made it at least three times smaller."""
+    footprint = {row.arm: row.value for row in _recorded("load_memory") if row.metric == "footprint"}
+    assert footprint["bf16"] > 700e6
+    assert footprint["nf4"] < footprint["bf16"] / 3
+    assert footprint["nf4"] == footprint["nf4_reload"]
+
+
+def test_recorded_times_cover_every_size() -> None:
+    """Both modes at each T, medians of at least seven rounds with their spread."""
+    rows = _recorded("experts_time")
+    assert {(row.config["T"], row.metric) for row in rows} == {
+        (tokens, mode) for tokens in (1, 8, 64, 512) for mode in ("forward", "forward_backward")
+    }
+    for row in rows:
+        assert row.repeats >= 7
+        assert row.p20 is not None
+        assert row.p80 is not None
+        assert row.p20 <= row.value <= row.p80

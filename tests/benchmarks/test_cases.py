@@ -1,5 +1,6 @@
 """Each case at toy size: rows, provenance, verification of outputs with a fault injected, recording."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import experts_time, layers, load_memory, results, run, training_memory
-from benchmarks.case import Case, OutputsDiffer, Row
+from benchmarks.case import Case, OutputsDiffer, Result, Row
 from benchmarks.layers import Dims, Layer
 from benchmarks.registry import CASES
 from hf_qmoe import ExpertsNbit
 
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory cases read /proc")
 
 ORIGIN = {
     *("date", "commit", "hf_qmoe", "torch", "transformers", "bitsandbytes", "peft"),
@@ -119,10 +122,8 @@ def test_a_missed_target_is_told_by_the_exit_status(monkeypatch: pytest.MonkeyPa
     assert results.latest(tmp_path / "missed.csv")[0][0] == row
 
 
-def results_of(rows: list[Row]) -> Any:
+def results_of(rows: list[Row]) -> Result:
     """A result without outputs."""
-    from benchmarks.case import Result
-
     return Result(rows, {})
 
 

@@ -10,7 +10,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.support.models import FAMILIES, save_tiny  # noqa: E402
+from tests.support.models import FAMILIES, save_tiny
 
 
 def _devices() -> list[str]:

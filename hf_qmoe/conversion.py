@@ -355,7 +355,12 @@ class QMoEDeserializeLinear(ConversionOps):
         linear = target.removesuffix("weight")
         stored = {key.removeprefix(linear): value for key, value in input_dict.items()}
         stock = Bnb4bitDeserialize(self.hf_quantizer)
-        return {target: stock.convert(stored, model=model, full_layer_name=full_layer_name)["weight"]}
+        weight = stock.convert(stored, model=model, full_layer_name=full_layer_name)["weight"]
+        module, _ = get_module_from_name(model, full_layer_name)
+        if isinstance(module, Linear4bit):
+            # The state was saved with the dtype of that time, in which bitsandbytes' backward would still dequantize.
+            weight.quant_state.dtype = module.compute_dtype
+        return {target: weight}
 
 
 def linear_conversions(model: PreTrainedModel, hf_quantizer: Any) -> list[WeightTransform]:

@@ -142,7 +142,10 @@ def test_reloading_in_another_dtype(
     assert {m.compute_dtype for m in packed_modules(reloaded).values()} == {dtype}
     for name, tensor in as_saved.state_dict().items():
         now = reloaded.state_dict()[name]
-        if not tensor.is_floating_point() or name.endswith((".absmax", ".quant_map")):
+        if ".quant_state." in name:  # its text names the dtype, which is now that of the reload
+            saved, read = (bytes(t.tolist()).decode() for t in (tensor, now))
+            assert read == saved.replace("bfloat16", str(dtype).removeprefix("torch."))
+        elif not tensor.is_floating_point() or name.endswith((".absmax", ".quant_map")):
             assert now.dtype is tensor.dtype
             assert torch.equal(now, tensor)
         else:
@@ -411,3 +414,19 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     reloaded = assert_round_trip(load(checkpoint, QMoEConfig()), tmp_path)
     assert reloaded.lm_head.weight is reloaded.model.embed_tokens.weight
     assert "lm_head.weight" not in tensors_on_disk(tmp_path / "second")
+
+
+def test_gradients_after_reloading_in_another_dtype(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A model saved from a bf16 load and reloaded in fp32 has the gradients of an fp32 load, bit for bit.
+
+    bitsandbytes keeps the dtype of the time of quantization and dequantizes in it for backward.
+    """
+    source = tiny_checkpoints["mixtral"]
+    load(source, QMoEConfig(), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    direct, reloaded = load(source, QMoEConfig(), dtype=torch.float32), load(tmp_path, dtype=torch.float32)
+    embeds = torch.randn(1, 5, 64, requires_grad=True)
+    expected, actual = (
+        torch.autograd.grad(model(inputs_embeds=embeds).logits.square().sum(), embeds)[0]
+        for model in (direct, reloaded)
+    )
+    assert torch.equal(actual, expected)

@@ -4,31 +4,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 
-#: Dtypes of weights that are not quantized, in safetensors' spelling.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+
+#: Dtypes of quantized weights, in the spelling of safetensors and of torch.
+_EIGHT_BIT = ("F8_", "I8", "U8", "float8", "int8", "uint8")
 
 
 def check_files(files: list[str] | None, pre_quantized: bool) -> None:
-    """Checks what can be known from the headers of a checkpoint's safetensors files.
+    """Checks what can be known of a checkpoint's files without reading weights.
 
-    A truncated shard otherwise fails somewhere inside the reader, without a name; expert weights in 8 bit would be
-    cast to floats without their scales.
+    A truncated shard otherwise fails somewhere inside the reader, without a name; weights in 8 bit would be cast to
+    floats without their scales.
 
     Args:
-        files: paths; others than safetensors are not looked at.
+        files: paths; of files other than safetensors only the dtypes are checked.
         pre_quantized: whether the checkpoint is packed by this package.
 
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is not as long as its header says, has no readable header, or (unless `pre_quantized`)
-            holds expert weights that are not floats.
+            holds matrices in 8 bit.
     """
-    for file in files or []:
-        if str(file).endswith(".safetensors"):
-            tensors = _read_header(Path(file))
+    for file in map(Path, files or []):
+        if file.suffix == ".safetensors":
+            header = _read_header(file)
             if not pre_quantized:
-                _refuse_quantized_experts(Path(file), tensors)
+                _refuse_quantized(file, {n: (e.get("dtype", ""), len(e.get("shape", ()))) for n, e in header.items()})
+        elif file.suffix == ".bin" and not pre_quantized:
+            state = {name: value for name, value in _meta_state_dict(file).items() if isinstance(value, Tensor)}
+            _refuse_quantized(file, {n: (str(t.dtype).removeprefix("torch."), t.ndim) for n, t in state.items()})
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -54,11 +60,17 @@ def _read_header(file: Path) -> dict[str, Any]:
     return tensors
 
 
-def _refuse_quantized_experts(file: Path, tensors: dict[str, Any]) -> None:
-    for name, entry in tensors.items():
-        is_weight = "expert" in name and len(entry.get("shape", ())) >= 2
-        if is_weight and entry.get("dtype") not in _FLOATS:
+def _refuse_quantized(file: Path, tensors: dict[str, tuple[str, int]]) -> None:
+    """Raises if a matrix, by name given as (dtype, dimensions), is stored in 8 bit."""
+    for name, (dtype, dimensions) in tensors.items():
+        if dimensions >= 2 and dtype.startswith(_EIGHT_BIT):
             raise ValueError(
-                f"{file}: {name} is {entry.get('dtype')}, not a float tensor. The checkpoint is quantized already, "
-                "and its config.json says nothing of it; start from the bf16 checkpoint"
+                f"{file}: {name} is {dtype}, not a float tensor. The checkpoint is quantized already, and its "
+                "config.json says nothing of it; start from the bf16 checkpoint"
             )
+
+
+def _meta_state_dict(file: Path) -> dict[str, Any]:
+    """Tensors of a PyTorch file without their data."""
+    loaded: dict[str, Any] = torch.load(file, map_location="meta", weights_only=True)
+    return loaded

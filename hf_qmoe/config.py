@@ -42,7 +42,8 @@ class QMoEConfig(BitsAndBytesConfig):
         quantize_linears: replace ``nn.Linear`` by bitsandbytes' ``Linear4bit``; if false, only experts are packed.
         modules_to_not_convert: patterns of modules to leave as they are, experts or linears, in addition to what is
             left out by default (output head, routers, what the model keeps in float32). A pattern is a name, or any
-            run of its dot-separated components, or a regular expression for one: ``layers.0.mlp.experts``.
+            run of its dot-separated components, or a regular expression for one: ``layers.0.mlp.experts``. PEFT's
+            `prepare_model_for_kbit_training` makes them float32; ``experts_overrides`` with bf16 avoids that.
         bnb_4bit_quant_type: format of the linears, nf4 (default) or fp4.
         bnb_4bit_compute_dtype: dtype of all products, experts too; `None` (default) is the dtype of the model.
         bnb_4bit_use_double_quant: quantize the scales of the linears too.

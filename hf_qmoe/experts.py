@@ -319,7 +319,8 @@ class ExpertsNbit(PackedModule):
         if "parametrizations" in self._modules:
             raise RuntimeError(
                 f"a parametrization was put on the packed weights of {type(self).__name__} (PEFT's "
-                "`target_parameters` does this). It would train without them. Target the attention projections with "
+                "`target_parameters` does this, and PEFT makes that of `all-linear`, `gate_proj`, `up_proj` and "
+                "`down_proj` too). It would train without them. Target the attention projections with "
                 "`target_modules`; packed bytes cannot be parametrized."
             )
         if top_k_index is None or top_k_weights is None:

@@ -1,9 +1,11 @@
 """`QMoEHfQuantizer`: the hooks that transformers calls while it loads, saves and dequantizes a model."""
 
+import copy
 import re
 from typing import Any, ClassVar
 
 import torch
+from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -125,10 +127,13 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         if isinstance(dtype, str):  # saving a model leaves its config with the dtype's name
             dtype = getattr(torch, dtype)
-        dtype = dtype or model.dtype
+        before = model.dtype
+        dtype = dtype or before
         names = [name for name, module in model.named_modules() if isinstance(module, ExpertsNbit)]
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("parts of the model are offloaded; load it without offloading to dequantize it")
+        if any(hasattr(module, "base_layer") for module in model.modules()):
+            raise ValueError("the model has adapters; unload or merge them before it is dequantized")
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module._weight_conversions = None
@@ -136,6 +141,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         restore_linears(model, dtype)
         for name in names:
             model.get_submodule(name).to_experts(dtype)
+        if dtype != before:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.dtype == before:  # what the model keeps in float32 stays
+                    tensor.data = tensor.data.to(dtype)
+            model.config.dtype = dtype
         detach_counters(model)
         model.is_loaded_in_4bit = False
         model.__dict__.pop(_FLOAT_CONVERSIONS, None)
@@ -193,7 +203,7 @@ def set_saved_conversions(model: PreTrainedModel, conversions: list[WeightTransf
 
 
 def refuse_incomplete(model: nn.Module) -> None:
-    """Raises unless every tensor of every packed module came from the checkpoint and is what the config says.
+    """Raises unless every tensor of experts and quantized linears came from the checkpoint and is what it should be.
 
     Raises:
         ValueError: names the tensors that are missing, or the module whose bytes contradict the config.
@@ -206,19 +216,27 @@ def refuse_incomplete(model: nn.Module) -> None:
             for name in stack_names(bool(module.has_gate)):
                 if not getattr(module, name).is_floating_point():
                     raise ValueError(f"{path}.{name} is stored packed, but the config leaves {path} unquantized")
+            missing += [f"{path}.{name}" for name, p in module.named_parameters() if not _is_loaded(p)]
+        elif isinstance(module, Linear4bit):
+            missing += [f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if not _is_loaded(p)]
     if missing:
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} tensors of packed experts: {', '.join(missing[:8])}"
+            f"the checkpoint lacks {len(missing)} tensors of experts or quantized linears: {', '.join(missing[:8])}"
             f"{', ...' if len(missing) > 8 else ''}. It is incomplete or belongs to another config; get it again. "
-            "Nothing was initialised in their place."
+            "Nothing was initialised in their place. A new linear, such as a head to be trained, must be listed in "
+            "`modules_to_not_convert`."
         )
+
+
+def _is_loaded(tensor: torch.Tensor) -> bool:
+    # Tensors on the meta device are offloaded: they were written to disk as they were loaded.
+    return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
 
 def _check_loaded(path: str, module: ExpertsNbit) -> list[str]:
     """Checks what was loaded into `module`; returns the full names of tensors that were not."""
-    # Tensors on the meta device are offloaded: they were written to disk as they were loaded.
     tensors = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta}
-    loaded = {name for name, tensor in tensors.items() if getattr(tensor, "_is_hf_initialized", False)}
+    loaded = {name for name, tensor in tensors.items() if _is_loaded(tensor)}
     try:
         module.check_stored(loaded.intersection(module.stored_names))
     except ValueError as error:
@@ -252,7 +270,7 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
         ValueError: the model is quantized already, has experts that cannot be packed, or weights that are not finite;
             the model is unchanged then.
     """
-    config = config or QMoEConfig()
+    config = copy.deepcopy(config or QMoEConfig())  # the caller may change or reuse theirs
     _refuse_unsuitable(model)
     warn_unused_patterns(model, config)
     compute_dtype = resolve_compute_dtype(model, config)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import suppress
 from functools import cache
 
 from torch import nn
@@ -103,7 +104,8 @@ def _refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, found: dict[st
         looked_at = sorted({type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))})
         raise ValueError(
             f"{type(model).__name__} declares experts ({declared}) but has no module that follows transformers' "
-            f"experts interface; nothing would be packed. Modules with parameters looked at: {', '.join(looked_at)}"
+            f"experts interface; nothing would be packed. Modules with parameters looked at: {', '.join(looked_at)}. "
+            "If all its layers are dense on purpose, load it with transformers' BitsAndBytesConfig"
         )
 
 
@@ -116,6 +118,7 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
     """
     replaced_default = config.llm_int8_skip_modules
     default = get_keys_to_not_convert(model) if replaced_default is None else replaced_default
+    default = [key.removesuffix(".bias") for key in default]  # of a head with a bias, the last parameter is the bias
     kept = [
         *default,
         *(model._keep_in_fp32_modules or []),
@@ -149,10 +152,12 @@ def _weight_is_read(parent: nn.Module, name: str) -> bool:
 
 @cache
 def _source(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # defined in a notebook cell or made at run time
-        return ""
+    """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""
+    sources = []
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        with suppress(OSError, TypeError):
+            sources.append(inspect.getsource(base))
+    return "\n".join(sources)
 
 
 def _linear_routers(model: nn.Module) -> list[str]:

@@ -181,13 +181,12 @@ def test_reloads_without_this_package(tiny_checkpoints: dict[str, Path], tmp_pat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_dtype_argument(dtype: torch.dtype, tiny_checkpoints: dict[str, Path]) -> None:
-    """`dtype` is that of what was packed; the rest keeps its own."""
+    """`dtype` is that of the whole model then, which runs in it."""
     model = load(tiny_checkpoints["gpt_oss"], QMoEConfig())
     model.dequantize(dtype=dtype)
-    experts = model.model.layers[0].mlp.experts
-    assert experts.gate_up_proj.dtype is experts.down_proj.dtype is dtype
-    assert model.model.layers[0].self_attn.q_proj.weight.dtype is dtype
-    assert experts.down_proj_bias.dtype is model.lm_head.weight.dtype is torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.config.dtype is model.dtype is dtype
+    assert logits(model).dtype is dtype
 
 
 def test_parameters_train_again(tiny_checkpoints: dict[str, Path]) -> None:

@@ -6,6 +6,7 @@ byte for byte what its functions give for the same matrix. What this file adds i
 shape allows, bounded temporaries, and the two 16-bit passthrough formats stored as bytes like the others.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -183,22 +184,29 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     check_blocksize(quant_type, blocksize)
     if weight.numel() % blocksize:
         raise ValueError(f"blocksize={blocksize} does not divide the {rows} x {columns} weights of an expert")
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        weight = weight.float()
-    flat = weight.contiguous().view(-1)
-    packed = torch.empty(flat.numel() * fmt.bits // 8, dtype=torch.uint8, device=weight.device)
-    absmax = torch.empty(flat.numel() // blocksize, dtype=torch.float32, device=weight.device)
-    step = flat.numel()
-    if weight.device.type == "cpu":
-        step = max(1, _QUANTIZE_ELEMENTS_AT_ONCE // blocksize) * blocksize
-    for start in range(0, flat.numel(), max(1, step)):
-        run = flat[start : start + step]
+    packed = torch.empty(weight.numel() * fmt.bits // 8, dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty(weight.numel() // blocksize, dtype=torch.float32, device=weight.device)
+    step = _rows_at_once(weight, blocksize)
+    for row in range(0, rows, step):
+        start = row * columns
+        run = weight[row : row + step].reshape(-1)  # of a transposed weight, this copies a few rows
+        if run.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            run = run.float()
         if not torch.isfinite(run).all():  # bitsandbytes' 8-bit kernel would pack NaN as some number
             raise ValueError("the weight holds NaN or infinite values")
         codes, scales = _quantize_blocks(run, quant_type, blocksize)
         packed[start * fmt.bits // 8 :][: codes.numel()] = codes
         absmax[start // blocksize :][: scales.numel()] = scales
     return packed.view(packed_shape), absmax
+
+
+def _rows_at_once(weight: Tensor, blocksize: int) -> int:
+    """How many rows of a matrix to quantize together, such that no block is cut."""
+    rows, columns = weight.shape
+    if weight.device.type != "cpu" or not weight.numel():
+        return max(1, rows)
+    rows_to_block_end = blocksize // math.gcd(columns, blocksize)
+    return max(1, _QUANTIZE_ELEMENTS_AT_ONCE // (columns * rows_to_block_end)) * rows_to_block_end
 
 
 def _quantize_blocks(run: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, Tensor]:

@@ -286,7 +286,7 @@ def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor
                 template.out_features,
                 template.in_features,
                 template.quant_type,
-                template.blocksize or 64,
+                template.blocksize,
                 template.double_quant,
                 expert.device,
             )

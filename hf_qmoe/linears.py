@@ -40,14 +40,13 @@ def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dty
             quant_type=config.bnb_4bit_quant_type,
             quant_storage=config.bnb_4bit_quant_storage,
         )
-    if not linear.weight.is_meta:
+    if linear.weight.is_meta:
+        new._is_hf_initialized = True  # type: ignore[assignment]  # nothing may be drawn anew; see `refuse_incomplete`
+        if pre_quantized:
+            new.weight.data = new.weight.data.to(config.bnb_4bit_quant_storage)
+    else:
         new.weight = quantize_linear_weight(linear.weight.data, new.weight)  # type: ignore[arg-type]
         new.bias = linear.bias
-    else:
-        new._is_hf_initialized = True  # type: ignore[assignment]  # nothing may be drawn anew; see `refuse_incomplete`
-    if linear.weight.is_meta and pre_quantized:
-        new.weight.data = new.weight.data.to(config.bnb_4bit_quant_storage)
-    new.source_cls = nn.Linear  # type: ignore[assignment]  # read by transformers' quantize operation
     # On an AVX512-BF16 CPU bitsandbytes would rewrite the weights in the first eval-mode forward, with scales rounded
     # to bfloat16, and never go back: training after one evaluation then runs an operator without autograd, gradients
     # to earlier layers are lost without an error, and what is saved is no longer what was loaded.

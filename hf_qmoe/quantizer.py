@@ -132,7 +132,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         names = [name for name, module in model.named_modules() if isinstance(module, ExpertsNbit)]
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("parts of the model are offloaded; load it without offloading to dequantize it")
-        if any(hasattr(module, "base_layer") for module in model.modules()):
+        if _has_adapters(model):
             raise ValueError("the model has adapters; unload or merge them before it is dequantized")
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -184,8 +184,9 @@ def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.d
 
 def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_dtype: torch.dtype) -> ExpertsNbit:
     """`ExpertsNbit.from_experts` with the fields of `config`."""
-    double_quant = config.experts_double_quant and quant_type not in ("bf16", "fp16")
-    return ExpertsNbit.from_experts(module, quant_type, config.experts_blocksize, double_quant, compute_dtype)
+    return ExpertsNbit.from_experts(
+        module, quant_type, config.experts_blocksize, config.experts_double_quant, compute_dtype
+    )
 
 
 def default_conversions(model: PreTrainedModel) -> list[WeightTransform]:
@@ -244,10 +245,14 @@ def _check_loaded(path: str, module: ExpertsNbit) -> list[str]:
     return [f"{path}.{name}" for name in tensors if name not in loaded]
 
 
+def _has_adapters(model: nn.Module) -> bool:
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
 def _refuse_unsuitable(model: PreTrainedModel) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("the model is quantized already; start from a float model, or call model.dequantize()")
-    if getattr(model, "peft_config", None) or any(hasattr(module, "base_layer") for module in model.modules()):
+    if getattr(model, "peft_config", None) or _has_adapters(model):
         raise ValueError("the model has adapters; quantize it first, then add them")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights (meta device); load it with `from_pretrained` and a QMoEConfig")

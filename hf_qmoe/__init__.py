@@ -10,11 +10,21 @@ check_versions()
 
 from hf_qmoe.config import QMoEConfig  # noqa: E402
 from hf_qmoe.experts import Experts4bit, ExpertsNbit  # noqa: E402
+from hf_qmoe.matmul import matmul_4bit  # noqa: E402
+from hf_qmoe.parametrize import parametrize_experts, parametrize_experts_prequantized  # noqa: E402
 from hf_qmoe.quantizer import quantize_experts  # noqa: E402
 from hf_qmoe.register import register  # noqa: E402
 
 
 __version__ = "0.1.0"
-__all__ = ["Experts4bit", "ExpertsNbit", "QMoEConfig", "quantize_experts"]
+__all__ = [
+    "Experts4bit",
+    "ExpertsNbit",
+    "QMoEConfig",
+    "matmul_4bit",
+    "parametrize_experts",
+    "parametrize_experts_prequantized",
+    "quantize_experts",
+]
 
 register()

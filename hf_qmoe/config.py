@@ -12,11 +12,15 @@ from hf_qmoe.ops.formats import BLOCKSIZES_4BIT, check_blocksize, get_format
 
 QUANT_METHOD = "qmoe"
 
+#: Values of ``experts_module``.
+EXPERTS_MODULES = ("auto", "nbit", "parametrize")
+
 #: Fields that `to_dict` writes, in this order, besides ``quant_method``.
 _FIELDS = (
     "experts_quant_type",
     "experts_blocksize",
     "experts_double_quant",
+    "experts_module",
     "experts_overrides",
     "quantize_linears",
     "modules_to_not_convert",
@@ -37,6 +41,9 @@ class QMoEConfig(BitsAndBytesConfig):
         experts_blocksize: weights per scale (32 for the 4-bit formats only, 64, 128, ... 4096). Where it does not
             divide an expert, the largest smaller one that does is used.
         experts_double_quant: quantize the scales too (0.4 bit less per weight at block size 64).
+        experts_module: how packed experts compute. ``nbit`` replaces them by `ExpertsNbit`, ``parametrize`` keeps
+            their own forward and parametrizes their weights (slower, any forward), ``auto`` takes the first for
+            modules that follow transformers' experts interface, the second for others. What is saved is the same.
         experts_overrides: other formats for some experts modules, ``{pattern: quant_type}``, first match counts, for
             example ``{"layers.0.mlp.experts": "int8"}``. A pattern that matches no experts module is an error.
         quantize_linears: replace ``nn.Linear`` by bitsandbytes' ``Linear4bit``; if false, only experts are packed.
@@ -61,6 +68,7 @@ class QMoEConfig(BitsAndBytesConfig):
         experts_quant_type: str = "nf4",
         experts_blocksize: int = 64,
         experts_double_quant: bool = False,
+        experts_module: str = "auto",
         experts_overrides: dict[str, str] | None = None,
         quantize_linears: bool = True,
         modules_to_not_convert: list[str] | None = None,
@@ -76,6 +84,7 @@ class QMoEConfig(BitsAndBytesConfig):
         self.experts_quant_type = experts_quant_type
         self.experts_blocksize = experts_blocksize
         self.experts_double_quant = experts_double_quant
+        self.experts_module = experts_module
         self.experts_overrides = copy.copy(experts_overrides)
         self.quantize_linears = quantize_linears
         self.modules_to_not_convert = copy.copy(modules_to_not_convert)
@@ -113,6 +122,10 @@ class QMoEConfig(BitsAndBytesConfig):
         for name in ("experts_double_quant", "quantize_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.experts_module not in EXPERTS_MODULES:
+            raise ValueError(
+                f"experts_module={self.experts_module!r} is not known; choose one of {', '.join(EXPERTS_MODULES)}"
+            )
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
             raise ValueError(f"bnb_4bit_quant_type must be 'nf4' or 'fp4', got {self.bnb_4bit_quant_type!r}")
         self._check_patterns()

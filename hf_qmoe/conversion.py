@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     Transpose,
     WeightConverter,
+    WeightRenaming,
     WeightTransform,
 )
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
@@ -28,10 +29,10 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe import metadata
-from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.linears import quantize_linear_weight
 from hf_qmoe.packed import PackedStack
-from hf_qmoe.packed_module import SUFFIXES, as_stored
+from hf_qmoe.packed_module import SUFFIXES, PackedModule, as_stored
+from hf_qmoe.parametrize import packed_parametrizations
 
 
 class QMoEKeep(ConversionOps):
@@ -139,12 +140,12 @@ class PackingConverter(WeightConverter):
         """
         assert model is not None
         module, name = get_module_from_name(model, layer_name)
-        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
+        if not isinstance(module, PackedModule) or name not in module.stack_names:
             untouched: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
             return untouched
         if _works_per_expert(self.operations):
             return pack_parameter(
-                module, layer_name, self._merged_one_by_one(layer_name, module.num_experts, model, config)
+                module, layer_name, self._merged_one_by_one(layer_name, module.num_experts_of(name), model, config)
             )
         self.quantization_operation = None  # type: ignore[misc]  # packing is done here, from the merged stacks
         merged = super().convert(layer_name, model, config, hf_quantizer, loading_info)
@@ -250,7 +251,7 @@ def pack_merged(model: nn.Module, merged: dict[str, Any]) -> dict[str, Any]:
     for full_name, value in merged.items():
         stack = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_name)
-        if not isinstance(module, ExpertsNbit) or name not in module.stack_names:
+        if not isinstance(module, PackedModule) or name not in module.stack_names:
             out[full_name] = stack
             continue
         if tuple(stack.shape) != module.float_shape(name):
@@ -262,7 +263,9 @@ def pack_merged(model: nn.Module, merged: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor]) -> dict[str, nn.Parameter | Tensor]:
+def pack_parameter(
+    module: PackedModule, full_name: str, experts: Iterable[Tensor]
+) -> dict[str, nn.Parameter | Tensor]:
     """Packs the experts of one projection into new tensors.
 
     Args:
@@ -291,7 +294,7 @@ def pack_parameter(module: ExpertsNbit, full_name: str, experts: Iterable[Tensor
                 expert.device,
             )
         try:
-            stack.quantize_expert_(index, expert.t() if module.is_transposed else expert)
+            stack.quantize_expert_(index, expert.t() if module.packs_transposed else expert)
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from None
     assert stack is not None
@@ -380,13 +383,30 @@ def linear_conversions(model: PreTrainedModel, hf_quantizer: Any) -> list[Weight
 
 
 def packed_parameter_names(model: nn.Module) -> list[str]:
-    """Full names of all packed parameters (not their scales)."""
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, ExpertsNbit)
-        for name in module.stack_names
-    ]
+    """Full names of all packed parameters (not their scales), as a checkpoint has them."""
+    names = []
+    for path, module in model.named_modules():
+        own = list(module.stack_names) if isinstance(module, PackedModule) else []
+        own += [name for name, _, _ in packed_parametrizations(module)]
+        names += [f"{path}.{name}" if path else name for name in own]
+    return names
+
+
+def parametrized_names(model: nn.Module) -> list[WeightTransform]:
+    """Renames the tensors of parametrized weights from what a checkpoint calls them; saving reverses it.
+
+    A checkpoint has ``experts.gate_up_proj`` and ``experts.gate_up_proj_absmax``, whichever form the module takes;
+    torch calls them ``experts.parametrizations.gate_up_proj.original`` and ``....0.absmax``.
+    """
+    renamings = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parametrization, packed in packed_parametrizations(module):
+            chain = f"{prefix}parametrizations.{name}"
+            for field in parametrization.stack(packed).tensors():
+                kept = f"{chain}.original" if field == "packed" else f"{chain}.0.{field}"
+                renamings.append(WeightRenaming(f"{prefix}{name}{SUFFIXES[field]}", kept))
+    return renamings
 
 
 def targets_any(transform: WeightTransform, names: Iterable[str]) -> bool:

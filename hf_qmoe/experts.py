@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
 from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface, stack_names
+from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
@@ -89,6 +90,7 @@ class ExpertsNbit(PackedModule):
         up_name, down_name = stack_names(has_gate)
         up_features = (2 if has_gate else 1) * intermediate_dim
         shapes = {up_name: (up_features, hidden_dim), down_name: (hidden_dim, intermediate_dim)}
+        unload_when_interrupted(self)
         self._set_stacks(
             {
                 name: PackedStack.empty(num_experts, *shape, quant_type, blocksize, double_quant, device)
@@ -216,6 +218,7 @@ class ExpertsNbit(PackedModule):
         module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
         assert isinstance(module, ExpertsNbit)
         module._set_stacks(stacks, compute_dtype)
+        unload_when_interrupted(module)
         # Otherwise transformers' `_init_weights` draws normal numbers into the bytes.
         module._is_hf_initialized = True  # type: ignore[assignment]
         return module
@@ -237,6 +240,7 @@ class ExpertsNbit(PackedModule):
             weights = weights.transpose(1, 2).contiguous() if self.is_transposed else weights
             setattr(self, name, nn.Parameter(weights))
         del self.quant_metadata, self.quant_type, self.compute_dtype, self._description
+        stop_unloading(self)
         self.__class__ = self._model_class  # type: ignore[assignment]
         return self
 

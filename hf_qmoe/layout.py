@@ -25,10 +25,17 @@ def follows_experts_interface(module: nn.Module) -> bool:
 def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """``(E, N, K)`` of each stack of a float experts module, by parameter name, whatever its layout.
 
+    Of a module that does not follow the experts interface, these are its 3-D float parameters, as they lie.
+
     Raises:
         ValueError: a stack is missing or is not a float ``[E, ., .]`` tensor.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, int, int]] = {}
+    if not follows_experts_interface(module):
+        for name, weights in module.named_parameters(recurse=False):
+            if weights.ndim == 3 and weights.is_floating_point():
+                shapes[name] = (weights.shape[0], weights.shape[1], weights.shape[2])
+        return shapes
     for name in stack_names(bool(module.has_gate)):
         weights = getattr(module, name, None)
         if not isinstance(weights, Tensor) or weights.ndim != 3 or not weights.is_floating_point():

@@ -1,14 +1,42 @@
 """`nn.Linear` to bitsandbytes' `Linear4bit` and back: on the meta device for a loader, or with weights in memory."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from bitsandbytes.nn.modules import Linear4bit, Params4bit, fix_4bit_weight_quant_state_from_module
 from torch import Tensor, nn
 
 from hf_qmoe.config import QMoEConfig
+from hf_qmoe.matmul import matmul_4bit
+from hf_qmoe.offload import unload_when_interrupted
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, compress_absmax, quantize
+
+
+class QMoELinear4bit(Linear4bit):
+    """bitsandbytes' linear with a forward that sets nothing on the module, and `matmul_4bit` as its product.
+
+    The arguments are those of `Linear4bit`; without a `compute_dtype` the input's dtype is taken. It never rewrites
+    its weight for inference on AVX512-BF16 CPUs, as bitsandbytes' does in the first eval-mode forward: that rounds
+    scales to bfloat16 for good and computes without autograd from then on, in training too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.support_avx512bf16_for_cpu = False
+        unload_when_interrupted(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of `x`.
+
+        Raises:
+            ValueError: the weight is not quantized yet.
+        """
+        fix_4bit_weight_quant_state_from_module(self)
+        compute_dtype = self.compute_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(compute_dtype)
+        return matmul_4bit(x.to(compute_dtype), self.weight, self.weight.quant_state, bias=bias).to(x.dtype)
 
 
 def replace_linears(
@@ -29,9 +57,11 @@ def replace_linears(
             model.set_submodule(name, _linear_4bit(linear, config, compute_dtype, pre_quantized))
 
 
-def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dtype, pre_quantized: bool) -> Linear4bit:
+def _linear_4bit(
+    linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dtype, pre_quantized: bool
+) -> QMoELinear4bit:
     with torch.device("meta"):
-        new = Linear4bit(
+        new = QMoELinear4bit(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
@@ -47,10 +77,6 @@ def _linear_4bit(linear: nn.Linear, config: QMoEConfig, compute_dtype: torch.dty
     else:
         new.weight = quantize_linear_weight(linear.weight.data, new.weight)  # type: ignore[arg-type]
         new.bias = linear.bias
-    # On an AVX512-BF16 CPU bitsandbytes would rewrite the weights in the first eval-mode forward, with scales rounded
-    # to bfloat16, and never go back: training after one evaluation then runs an operator without autograd, gradients
-    # to earlier layers are lost without an error, and what is saved is no longer what was loaded.
-    new.support_avx512bf16_for_cpu = False
     return new.train(linear.training)
 
 

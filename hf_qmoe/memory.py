@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.packed_module import SUFFIXES
+from hf_qmoe.parametrize import packed_parametrizations
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -28,7 +29,10 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
             for name, stack in module.stacks().items():
                 sizes[id(getattr(module, name))] = stack.numel
                 skipped.update(id(getattr(module, name + SUFFIXES[f])) for f in stack.tensors() if f != "packed")
-        elif isinstance(module, Linear4bit):
+        for _, parametrization, packed in packed_parametrizations(module):
+            sizes[id(packed)] = parametrization.stack(packed).numel
+            skipped.update(map(id, parametrization.parameters()))
+        if isinstance(module, Linear4bit):
             sizes[id(module.weight)] = module.in_features * module.out_features
         elif isinstance(module, nn.Embedding) and exclude_embeddings:
             skipped.add(id(module.weight))

@@ -19,14 +19,19 @@ FORMAT_VERSION = 1
 
 
 def describe(stacks: dict[str, PackedStack]) -> dict[str, Any]:
-    """The construction data of a module's stacks, as JSON types."""
-    first = next(iter(stacks.values()))
+    """The construction data of a module's stacks, as JSON types.
+
+    Where stacks differ in format, ``quant_type`` is "mixed" and each stack says its own.
+    """
+    first, *others = stacks.values()
+    mixed = any((s.quant_type, s.double_quant) != (first.quant_type, first.double_quant) for s in others)
     return {
         "format_version": FORMAT_VERSION,
-        "quant_type": first.quant_type,
+        "quant_type": "mixed" if mixed else first.quant_type,
         "double_quant": any(stack.double_quant for stack in stacks.values()),
         "stacks": {
             name: {"out_features": s.out_features, "in_features": s.in_features, "blocksize": s.blocksize}
+            | ({"quant_type": s.quant_type, "double_quant": s.double_quant} if mixed else {})
             for name, s in stacks.items()
         },
     }

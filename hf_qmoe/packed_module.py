@@ -40,7 +40,7 @@ def as_used(tensor: Tensor) -> Tensor:
 
 
 class PackedModule(nn.Module):
-    """Holds two `PackedStack`s as integer parameters (``requires_grad=False``) and their metadata as a buffer."""
+    """Holds `PackedStack`s as integer parameters (``requires_grad=False``) and their metadata as a buffer."""
 
     _quant_types: tuple[str, ...] | None = None
     has_gate: bool
@@ -71,9 +71,18 @@ class PackedModule(nn.Module):
             )
 
     @property
-    def stack_names(self) -> tuple[str, str]:
+    def stack_names(self) -> tuple[str, ...]:
         """Parameter names of the two stacks, first the up projection."""
         return stack_names(self.has_gate)
+
+    @property
+    def packs_transposed(self) -> bool:
+        """Whether the float layout is ``[E, in, out]``; packed bytes are ``[E, out, in]`` either way."""
+        return self.is_transposed
+
+    def num_experts_of(self, name: str) -> int:
+        """E of the stack `name`, as the module was built."""
+        return self.num_experts
 
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
@@ -82,7 +91,7 @@ class PackedModule(nn.Module):
         return PackedStack(quant_type=self.quant_type, **tensors)
 
     def stacks(self) -> dict[str, PackedStack]:
-        """Both stacks by parameter name."""
+        """All stacks by parameter name."""
         return {name: self.stack(name) for name in self.stack_names}
 
     @property
@@ -99,7 +108,7 @@ class PackedModule(nn.Module):
     def float_shape(self, name: str) -> tuple[int, int, int]:
         """Shape of the float parameter that `name` stands for, in the model's own layout."""
         stack = self.stack(name)
-        if self.is_transposed:
+        if self.packs_transposed:
             return stack.num_experts, stack.in_features, stack.out_features
         return stack.num_experts, stack.out_features, stack.in_features
 
@@ -168,7 +177,7 @@ class PackedModule(nn.Module):
         expected = {}
         for name, facts in self._description["stacks"].items():
             template = PackedStack.empty(
-                self.num_experts,
+                self.num_experts_of(name),
                 facts["out_features"],
                 facts["in_features"],
                 self.quant_type,
@@ -185,7 +194,7 @@ class PackedModule(nn.Module):
         shapes = ", ".join(
             f"{name}=[{s.num_experts}, {s.out_features}, {s.in_features}]" for name, s in self.stacks().items()
         )
-        first = self.stack(self.stack_names[0])
+        first = next(iter(self.stacks().values()))
         return (
             f"{shapes}, quant_type={self.quant_type}, blocksize={first.blocksize}, double_quant={first.double_quant}"
         )

@@ -19,6 +19,7 @@ from hf_qmoe.conversion import (
     QMoEQuantize,
     linear_conversions,
     packing_conversions,
+    parametrized_names,
     quantized_parameter_names,
     targets_any,
     without_quantized_targets,
@@ -29,8 +30,16 @@ from hf_qmoe.linears import replace_linears, restore_linears
 from hf_qmoe.logging import get_logger, warn_once
 from hf_qmoe.memory import attach_counters, detach_counters
 from hf_qmoe.naming import first_match
-from hf_qmoe.packed_module import SUFFIXES
-from hf_qmoe.selection import experts_modules, experts_to_pack, linears_to_skip, warn_unused_patterns
+from hf_qmoe.packed_module import SUFFIXES, PackedModule
+from hf_qmoe.parametrize import packed_parametrizations, restore_parameter
+from hf_qmoe.pending import PendingParametrization
+from hf_qmoe.selection import (
+    experts_modules,
+    experts_to_pack,
+    is_parametrized_form,
+    linears_to_skip,
+    warn_unused_patterns,
+)
 
 
 logger = get_logger(__name__)
@@ -75,7 +84,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """True for tensors of packed experts and the weights of bitsandbytes' linears."""
         module, name = get_module_from_name(model, param_name)
-        if isinstance(module, ExpertsNbit):
+        if isinstance(module, PackedModule):
             # True for stored tensors also turns off the loader's shape check: it would offer to initialise them anew
             # (`ignore_mismatched_sizes`). `refuse_incomplete` checks shapes.
             return name in module.stored_names if self.pre_quantized else name in module.stack_names
@@ -84,7 +93,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes per element: packed placeholders have their packed shape already."""
         module, _ = get_module_from_name(model, param_name)
-        if isinstance(module, ExpertsNbit):
+        if isinstance(module, PackedModule):
             return param.element_size()
         return float(super().param_element_size(model, param_name, param))
 
@@ -114,6 +123,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         refuse_incomplete(model)
+        parametrize_pending(model)
         names = quantized_parameter_names(model)
         floats: list[WeightTransform] = getattr(model, _FLOAT_CONVERSIONS)
         setattr(model, _FLOAT_CONVERSIONS, [c for c in floats if c.was_used() or targets_any(c, names)])
@@ -141,6 +151,9 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         restore_linears(model, dtype)
         for name in names:
             model.get_submodule(name).to_experts(dtype)
+        for module in model.modules():
+            for name in [name for name, _, _ in packed_parametrizations(module)]:
+                restore_parameter(module, name, dtype)
         if dtype != before:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == before:  # what the model keeps in float32 stays
@@ -182,11 +195,27 @@ def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.d
     return dtype
 
 
-def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_dtype: torch.dtype) -> ExpertsNbit:
-    """`ExpertsNbit.from_experts` with the fields of `config`."""
-    return ExpertsNbit.from_experts(
-        module, quant_type, config.experts_blocksize, config.experts_double_quant, compute_dtype
-    )
+def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_dtype: torch.dtype) -> PackedModule:
+    """Packs an experts module in place, in the form and with the fields of `config`."""
+    pack = PendingParametrization.pack if is_parametrized_form(module, config) else ExpertsNbit.from_experts
+    return pack(module, quant_type, config.experts_blocksize, config.experts_double_quant, compute_dtype)
+
+
+def parametrize_pending(model: nn.Module) -> None:
+    """Parametrizes the modules that have been filled.
+
+    Raises:
+        NotImplementedError: such a module was offloaded to disk while it was loaded.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, PendingParametrization):
+            continue
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            raise NotImplementedError(
+                f"{path} is packed in the parametrized form, which cannot be offloaded to disk by a device_map. Place "
+                "it on a device or the CPU, or take experts_module='nbit' where the model allows it."
+            )
+        module.parametrize()
 
 
 def default_conversions(model: PreTrainedModel) -> list[WeightTransform]:
@@ -200,7 +229,7 @@ def set_saved_conversions(model: PreTrainedModel, conversions: list[WeightTransf
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             own = conversions if module is model else default_conversions(module)
-            module._weight_conversions = without_quantized_targets(own, module)
+            module._weight_conversions = without_quantized_targets(own, module) + parametrized_names(module)
 
 
 def refuse_incomplete(model: nn.Module) -> None:
@@ -211,7 +240,7 @@ def refuse_incomplete(model: nn.Module) -> None:
     """
     missing: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, ExpertsNbit):
+        if isinstance(module, PackedModule):
             missing += _check_loaded(path, module)
         elif follows_experts_interface(module):
             for name in stack_names(bool(module.has_gate)):
@@ -234,7 +263,7 @@ def _is_loaded(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
 
-def _check_loaded(path: str, module: ExpertsNbit) -> list[str]:
+def _check_loaded(path: str, module: PackedModule) -> list[str]:
     """Checks what was loaded into `module`; returns the full names of tensors that were not."""
     tensors = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta}
     loaded = {name for name, tensor in tensors.items() if _is_loaded(tensor)}
@@ -287,6 +316,7 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
         check_values(model.get_submodule(name), quant_type, name)
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
+    parametrize_pending(model)
     if config.quantize_linears:
         replace_linears(model, skipped_linears, config, compute_dtype)
     set_saved_conversions(model, default_conversions(model) if conversions is None else conversions)

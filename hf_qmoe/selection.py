@@ -25,13 +25,26 @@ LINEAR_BLOCKSIZE = 64
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Float experts modules that follow transformers' experts interface, by name."""
+def experts_modules(model: nn.Module, form: str = "nbit") -> dict[str, nn.Module]:
+    """Float experts modules that can be packed, by name.
+
+    Args:
+        form: ``nbit``: those that follow transformers' experts interface. ``auto`` and ``parametrize``: also others
+            that are called experts and have 3-D float parameters.
+    """
     return {
         name: module
         for name, module in model.named_modules()
-        if follows_experts_interface(module) and not isinstance(module, ExpertsNbit)
+        if not isinstance(module, ExpertsNbit)
+        and (follows_experts_interface(module) or (form != "nbit" and _looks_like_experts(name, module)))
     }
+
+
+def is_parametrized_form(module: nn.Module, config: QMoEConfig) -> bool:
+    """Whether `config` wants `module` parametrized rather than as `ExpertsNbit`."""
+    if config.experts_module == "auto":
+        return not follows_experts_interface(module)
+    return config.experts_module == "parametrize"
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
@@ -46,7 +59,7 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
         ValueError: the model has experts that cannot be packed and were not left out by ``modules_to_not_convert``,
             it says that it has experts but none was found, or an override matches nothing.
     """
-    found = experts_modules(model)
+    found = experts_modules(model, config.experts_module)
     overrides = config.experts_overrides or {}
     _check_overrides(overrides, found)
     chosen = {}
@@ -165,7 +178,8 @@ def _linear_routers(model: nn.Module) -> list[str]:
     routers = []
     for path, experts in model.named_modules():
         num_experts = getattr(experts, "num_experts", None)
-        if not (isinstance(experts, ExpertsNbit) or follows_experts_interface(experts)) or not num_experts:
+        is_experts = follows_experts_interface(experts) or _looks_like_experts(path, experts)
+        if not (is_experts or isinstance(experts, ExpertsNbit)) or not num_experts:
             continue
         block_path = path.rpartition(".")[0]
         block = model.get_submodule(block_path)

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 #: Oldest versions that work. transformers before 5.23 casts a checkpoint tensor to the dtype of its packed
 #: placeholder before it is quantized: silent garbage.
-MINIMUM = {"transformers": "5.23.0", "bitsandbytes": "0.50.0", "torch": "2.8.0"}
+MINIMUM = {"transformers": "5.23.0", "bitsandbytes": "0.48.0", "torch": "2.8.0"}
 
 
 def check_versions() -> None:

@@ -56,18 +56,22 @@ def expert_absmax(
     return decompress_absmax(scales, nested_absmax[expert], nested_offset[expert])
 
 
-def dequantize_expert(packed: Tensor, absmax: Tensor | None, quant_type: str, dtype: torch.dtype) -> Tensor:
-    """One expert as ``[N, K]`` in `dtype`; the buffer is reused by the next call in the same thread.
+def dequantize_expert(
+    packed: Tensor, absmax: Tensor | None, quant_type: str, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """One expert as ``[N, K]`` in `dtype`; without `out`, in a buffer that the next call in the same thread reuses.
 
     Args:
         packed: uint8 ``[N, K * bits / 8]``.
         absmax: fp32 ``[G]``, or `None` for bf16 and fp16.
+        out: contiguous ``[N, K]`` in `dtype`, to be written and returned.
     """
     if absmax is None:
-        return dequantize(packed, None, quant_type, 0, dtype)
+        values = dequantize(packed, None, quant_type, 0, dtype)
+        return values if out is None else out.copy_(values)
     rows, columns = packed.shape[0], packed.shape[1] * 8 // get_format(quant_type).bits
     blocksize = rows * columns // absmax.numel()
-    buffer = _scratch.take((rows, columns), dtype, packed.device)
+    buffer = _scratch.take((rows, columns), dtype, packed.device) if out is None else out
     native = cpu if packed.device.type == "cpu" else cuda
     if not native.dequantize_into(buffer, packed.contiguous(), absmax.contiguous(), quant_type, blocksize):
         buffer.copy_(dequantize(packed, absmax, quant_type, blocksize, dtype))
@@ -120,5 +124,5 @@ def dequantize_stack(
     out = torch.empty(packed.shape[0], *logical_shape(packed, quant_type), dtype=dtype, device=packed.device)
     for expert in range(packed.shape[0]):
         scales = expert_absmax(absmax, nested_absmax, nested_offset, expert)
-        out[expert] = dequantize_expert(packed[expert], scales, quant_type, dtype)
+        dequantize_expert(packed[expert], scales, quant_type, dtype, out[expert])
     return out

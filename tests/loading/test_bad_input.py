@@ -562,8 +562,8 @@ def test_newer_format_version(saved_as: Callable[..., Path], tmp_path: Path) -> 
 
 def test_newer_config_field(saved_as: Callable[..., Path], tmp_path: Path) -> None:
     """A field of a newer config is refused with the advice to upgrade."""
-    checkpoint = with_config(saved_as(), tmp_path / "edited", experts_module="auto")
-    refused(checkpoint, None, "experts_module", "upgrade hf_qmoe")
+    checkpoint = with_config(saved_as(), tmp_path / "edited", experts_codebook="learned")
+    refused(checkpoint, None, "experts_codebook", "upgrade hf_qmoe")
 
 
 def test_ignoring_mismatched_sizes_does_not_help(saved_as: Callable[..., Path], tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_defaults() -> None:
         "experts_quant_type": "nf4",
         "experts_blocksize": 64,
         "experts_double_quant": False,
+        "experts_module": "auto",
         "experts_overrides": None,
         "quantize_linears": True,
         "modules_to_not_convert": None,
@@ -203,8 +204,8 @@ def test_redundant_fields_are_accepted(fields: dict[str, object]) -> None:
 
 def test_unknown_field_in_a_saved_config_asks_to_upgrade() -> None:
     """A field that a newer version wrote is refused with that hint rather than ignored."""
-    with pytest.raises(ValueError, match=r"'experts_module'.*upgrade hf_qmoe"):
-        AutoQuantizationConfig.from_dict(QMoEConfig().to_dict() | {"experts_module": "auto"})
+    with pytest.raises(ValueError, match=r"'experts_codebook'.*upgrade hf_qmoe"):
+        AutoQuantizationConfig.from_dict(QMoEConfig().to_dict() | {"experts_codebook": "learned"})
 
 
 def test_transformers_finds_the_quantizer() -> None:

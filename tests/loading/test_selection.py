@@ -179,7 +179,7 @@ def test_fused_experts_without_flags(how: str, tmp_path: Path) -> None:
     cls = _model_class(_UnflaggedExperts, "UnflaggedMoe")
     cls(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)0\.mlp\.experts \(_UnflaggedExperts\).*1\.mlp.*modules_to_not_convert"):
-        quantized(how, tmp_path, QMoEConfig(), cls)
+        quantized(how, tmp_path, QMoEConfig(experts_module="nbit"), cls)
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ def llama4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @BOTH_WAYS
 def test_undecorated_family(how: str, llama4_checkpoint: Path) -> None:
-    """Llama 4's experts raise by name, and the error says how to accept them in full precision."""
+    """As `ExpertsNbit`, Llama 4's experts raise by name, and the error says how to accept them in full precision."""
     says = r"(?s)layers\.0\.feed_forward\.experts \(Llama4TextExperts\).*layers\.1\.feed.*`modules_to_not_convert`"
     with pytest.raises(ValueError, match=says):
-        quantized(how, llama4_checkpoint, QMoEConfig())
+        quantized(how, llama4_checkpoint, QMoEConfig(experts_module="nbit"))
 
 
 @BOTH_WAYS

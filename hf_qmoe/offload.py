@@ -1,0 +1,39 @@
+"""Giving weights back that accelerate has loaded for a forward that did not end.
+
+accelerate's offloading replaces ``module.forward`` by a function that loads the weights, calls the original and
+unloads them. Non-reentrant checkpointing stops its recomputation early by an exception from inside a forward, so the
+unloading is skipped, once per region and step, and the model creeps into memory. Hooks registered with
+``always_call=True`` do run then; a plain one would not.
+"""
+
+from typing import Any
+
+from torch import nn
+
+
+def unload_when_interrupted(module: nn.Module) -> None:
+    """Makes accelerate's offloading of `module` hold when its forward raises. Doing it again changes nothing."""
+    if _unload not in module._forward_hooks.values():
+        module.register_forward_hook(_unload, always_call=True)
+
+
+def stop_unloading(module: nn.Module) -> None:
+    """Undoes `unload_when_interrupted`."""
+    for key, hook in list(module._forward_hooks.items()):
+        if hook is _unload:
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def _unload(module: nn.Module, args: Any, output: Any) -> None:
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None or not any(_offloads(h) for h in getattr(hook, "hooks", (hook,))):
+        return
+    if any(
+        not parameter.is_meta for parameter in module.parameters(recurse=False)
+    ):  # forward was left by an exception
+        hook.post_forward(module, None)
+
+
+def _offloads(hook: Any) -> bool:
+    return bool(getattr(hook, "offload", False))

@@ -1,0 +1,96 @@
+"""`PendingParametrization`: what a module is while a loader fills it, before its parameters are parametrized.
+
+A loader puts tensors where a checkpoint names them. Until it is done, packed bytes, scales and metadata are parameters
+and buffers under the names they have on disk, as in `ExpertsNbit`: both forms are loaded and checked by the same code,
+and a model saved in one form can be read in the other.
+"""
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface
+from hf_qmoe.packed import PackedStack
+from hf_qmoe.packed_module import SUFFIXES, PackedModule
+from hf_qmoe.parametrize import attach_stack
+
+
+class PendingParametrization(PackedModule):
+    """A module whose float stacks are packed, not yet readable by its forward; see `pack` and `parametrize`."""
+
+    _model_class: type[nn.Module]
+    _experts: dict[str, int]
+
+    @classmethod
+    def pack(
+        cls,
+        module: nn.Module,
+        quant_type: str = "nf4",
+        blocksize: int = 64,
+        double_quant: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> "PendingParametrization":
+        """Turns an experts module into this, in place. On the meta device only shapes are made, for a loader to fill.
+
+        Args:
+            module: follows transformers' experts interface, or has 3-D float parameters, which are packed as they lie.
+            compute_dtype: dtype of the weights as forward will see them; `None` is that of the parameters.
+
+        Raises:
+            ValueError: a shape or format that cannot be packed, or weights that are not finite.
+        """
+        shapes = float_stack_shapes(module)
+        compute_dtype = compute_dtype or next(getattr(module, name).dtype for name in shapes)
+        if not any(p.is_meta for p in module.parameters()):
+            check_values(module, quant_type)  # before the first change
+        transposed = follows_experts_interface(module) and bool(module.is_transposed)
+        stacks = {}
+        for name, shape in shapes.items():
+            weights = getattr(module, name).detach()
+            stacks[name] = PackedStack.empty(*shape, quant_type, blocksize, double_quant, weights.device)
+            for expert, weight in enumerate(() if weights.is_meta else weights):
+                stacks[name].quantize_expert_(expert, weight.t() if transposed else weight)
+            setattr(module, name, None)
+        module.__class__ = _pending_class(type(module))  # type: ignore[arg-type]
+        assert isinstance(module, PendingParametrization)
+        module._experts = {name: stack.num_experts for name, stack in stacks.items()}
+        module._set_stacks(stacks, compute_dtype)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        return module
+
+    @property
+    def stack_names(self) -> tuple[str, ...]:
+        """Names of the packed parameters."""
+        return tuple(self._experts)
+
+    @property
+    def packs_transposed(self) -> bool:
+        """Whether the float layout is ``[E, in, out]``; packed bytes are ``[E, out, in]`` then."""
+        return follows_experts_interface(self) and bool(self.is_transposed)
+
+    def num_experts_of(self, name: str) -> int:
+        """E of one stack."""
+        return self._experts[name]
+
+    def parametrize(self) -> nn.Module:
+        """Makes the module what it was, of its own class, with parametrized parameters."""
+        stacks = self.stacks()
+        shapes = {name: self.float_shape(name) for name in stacks}
+        transposed, dtype = self.packs_transposed, self.compute_dtype
+        assert dtype is not None
+        for name, stack in stacks.items():
+            for field in stack.tensors():
+                if field != "packed":
+                    delattr(self, name + SUFFIXES[field])
+        del self.quant_metadata, self.quant_type, self.compute_dtype, self._description, self._experts
+        self.__class__ = self._model_class  # type: ignore[assignment]
+        for name, stack in stacks.items():
+            attach_stack(self, name, stack, shapes[name], dtype, fixed_dtype=True, transposed=transposed)
+        return self
+
+
+@cache
+def _pending_class(model_class: type[nn.Module]) -> type[PendingParametrization]:
+    members = {"_model_class": model_class, "__module__": __name__}
+    return type(f"Pending{model_class.__name__}", (PendingParametrization, model_class), members)

@@ -14,6 +14,7 @@ from hf_qmoe.matmul import matmul_4bit  # noqa: E402
 from hf_qmoe.parametrize import parametrize_experts, parametrize_experts_prequantized  # noqa: E402
 from hf_qmoe.quantizer import quantize_experts  # noqa: E402
 from hf_qmoe.register import register  # noqa: E402
+from hf_qmoe.report import report  # noqa: E402
 
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "parametrize_experts",
     "parametrize_experts_prequantized",
     "quantize_experts",
+    "report",
 ]
 
 register()

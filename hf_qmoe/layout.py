@@ -32,9 +32,9 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """
     shapes: dict[str, tuple[int, int, int]] = {}
     if not follows_experts_interface(module):
-        for name, weights in module.named_parameters(recurse=False):
-            if weights.ndim == 3 and weights.is_floating_point():
-                shapes[name] = (weights.shape[0], weights.shape[1], weights.shape[2])
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and parameter.is_floating_point():
+                shapes[name] = (parameter.shape[0], parameter.shape[1], parameter.shape[2])
         return shapes
     for name in stack_names(bool(module.has_gate)):
         weights = getattr(module, name, None)

@@ -47,7 +47,8 @@ _NOTED = {
 #: Of these, views: a cast behind them can be done while unpacking.
 _VIEWS = _NOTED - {aten.clone.default, aten.index.Tensor, aten.index_select.default, aten._to_copy.default}
 
-#: Products, whose result never shares memory with the weight: it may lie in the reused buffer.
+#: Products of their last two arguments, whose result never shares memory with the weight: it may lie in the reused
+#: buffer.
 _PRODUCTS = {
     aten.addmm.default,
     aten.addmv.default,
@@ -77,7 +78,7 @@ class _Source:
     @classmethod
     def of(cls, stack: PackedStack, dtype: torch.dtype, shape: tuple[int, ...], transposed: bool) -> "_Source":
         # Views: they keep the memory of now if someone assigns to `parameter.data`, and share its version counter.
-        views = {name: tensor.detach() for name, tensor in stack.tensors().items()}
+        views: dict[str, Any] = {name: tensor.detach() for name, tensor in stack.tensors().items()}
         stack = replace(stack, **views)
         return cls(stack, stack, tuple(map(_version, views.values())), dtype, shape, transposed)
 
@@ -88,7 +89,7 @@ class _Source:
 
     def narrow(self, start: int, stop: int) -> "_Source":
         """The same of experts `start` to `stop`."""
-        parts = {name: tensor[start:stop] for name, tensor in self.stack.tensors().items()}
+        parts: dict[str, Any] = {name: tensor[start:stop] for name, tensor in self.stack.tensors().items()}
         return replace(self, stack=replace(self.stack, **parts), shape=(stop - start, *self.shape[1:]))
 
     def geometry(self) -> Tensor:
@@ -160,7 +161,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, source: _Source, steps: tuple[_Step, ...], geometry: Tensor) -> "LazyWeight":
-        self: LazyWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: LazyWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.shape,
             strides=geometry.stride(),
@@ -213,18 +214,24 @@ class LazyWeight(Tensor):
         return values
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], LazyWeight):
-            noted = args[0]._note(func, args[1:], kwargs)
+            # A view of a tensor made outside of inference mode is, like the tensor, no inference tensor.
+            with torch.inference_mode(torch.is_inference_mode_enabled() and args[0].is_inference()):
+                noted = args[0]._note(func, args[1:], kwargs)
             if noted is not None:
                 return noted
         weights = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, LazyWeight)]
         _refuse_writing(func, args, kwargs)
-        may_reuse = func in _PRODUCTS and len(weights) == 1
-        args, kwargs = tree_map_only(LazyWeight, lambda w: w.unpack(may_reuse), (args, kwargs))
+        if func not in _PRODUCTS or len(weights) != 1:
+            args, kwargs = tree_map_only(LazyWeight, LazyWeight.unpack, (args, kwargs))
+            return func(*args, **kwargs)
+        # The other factor may be of another dtype: a float32 bias or norm on the way promotes what was bfloat16.
+        other = next(t for t in reversed(args[-2:]) if not isinstance(t, LazyWeight))
+        args = tree_map_only(LazyWeight, lambda w: w.unpack(may_reuse=True).to(other.dtype), args)
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,14 +240,16 @@ class LazyWeight(Tensor):
             return self._parts(func, args, kwargs)
         if func not in _NOTED or any(isinstance(t, LazyWeight) for t in _tensors(args)):
             return None
-        if func is aten._to_copy.default and set(kwargs) - {"dtype"}:
-            return None  # to another device or layout
+        if func is aten._to_copy.default:
+            if any(not self._is_cast_only(name, value) for name, value in kwargs.items()):
+                return None
+            kwargs = {"dtype": kwargs.get("dtype") or self.dtype}
         if func is aten.clone.default and kwargs.get("memory_format") is not torch.contiguous_format:
             return None  # a copy that was asked for may be written to
         if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args)):
             return None  # a mask: the shape depends on its values
         geometry = func(self._geometry, *tree_map_only(Tensor, lambda t: t.to("meta"), args), **kwargs)
-        if func is aten._to_copy.default and self._can_unpack_in(geometry.dtype):
+        if func is aten._to_copy.default and self._can_unpack_in(geometry):
             return LazyWeight(replace(self._source, dtype=geometry.dtype), self._steps, geometry)
         source, function = self._source, func
         if not self._steps and source.by_expert and func in (aten.select.int, aten.slice.Tensor):
@@ -249,10 +258,18 @@ class LazyWeight(Tensor):
                 source, args = narrowed
         return LazyWeight(source, (*self._steps, _Step.of(function, args, kwargs)), geometry)
 
-    def _can_unpack_in(self, dtype: torch.dtype) -> bool:
-        """Whether unpacking in `dtype` gives the bits of unpacking first and casting then: only from float32 down."""
-        narrower = self._source.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
-        return narrower and all(step.function in _VIEWS for step in self._steps)
+    def _is_cast_only(self, name: str, value: Any) -> bool:
+        """Whether an argument of ``_to_copy`` leaves the tensor where and as it is, but for its dtype."""
+        if name == "device":
+            return value is None or value == self.device
+        stays = {"layout": (None, torch.strided), "memory_format": (None, torch.preserve_format)}
+        return name in ("dtype", "non_blocking") or value in stays.get(name, (None, False))
+
+    def _can_unpack_in(self, cast: Tensor) -> bool:
+        """Whether unpacking in its dtype gives bits and strides of `cast`: only from float32 down, and if dense."""
+        narrower = self._source.dtype == torch.float32 and cast.dtype in (torch.bfloat16, torch.float16)
+        views_only = all(step.function in _VIEWS for step in self._steps)
+        return narrower and views_only and cast.stride() == self.stride()
 
     def _parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pieces = func(self._geometry, *args, **kwargs)

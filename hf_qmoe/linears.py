@@ -23,7 +23,7 @@ class QMoELinear4bit(Linear4bit):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.support_avx512bf16_for_cpu = False
         unload_when_interrupted(self)
 
@@ -36,7 +36,8 @@ class QMoELinear4bit(Linear4bit):
         fix_4bit_weight_quant_state_from_module(self)
         compute_dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(compute_dtype)
-        return matmul_4bit(x.to(compute_dtype), self.weight, self.weight.quant_state, bias=bias).to(x.dtype)
+        weight: Any = self.weight
+        return matmul_4bit(x.to(compute_dtype), weight, weight.quant_state, bias=bias).to(x.dtype)
 
 
 def replace_linears(

@@ -7,7 +7,7 @@ operand and is saved as one, so it is recomputed with its region, and an overwri
 """
 
 import warnings
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import bitsandbytes
@@ -16,7 +16,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hf_qmoe.ops.formats import NESTED_BLOCKSIZE
+from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, rows_for_dequantize
 from hf_qmoe.ops.torch_ops import dequantize_expert
 
 
@@ -40,7 +40,7 @@ class _Weight(NamedTuple):
 
     def scales(self) -> Tensor:
         """fp32, one per block."""
-        if self.nested_absmax is None:
+        if self.nested_absmax is None or self.offset is None:
             return self.absmax
         decompress = torch.ops.bitsandbytes.dequantize_blockwise.default
         scales: Tensor = decompress(self.absmax, self.nested_absmax, self.nested_code, NESTED_BLOCKSIZE, torch.float32)
@@ -54,21 +54,32 @@ class _Facts(NamedTuple):
     blocksize: int
     quant_type: str
 
-    @property
-    def fused(self) -> bool:
-        """Whether bitsandbytes' fused product exists and is right: on AVX512 it is not where rows end mid-block."""
-        return _has_fused_kernel() and self.shape[1] % self.blocksize == 0
+    def fused(self, device: torch.device) -> bool:
+        """Whether bitsandbytes has a fused product for `device` that is right for this weight."""
+        # Its fallback, all that a CPU has, dequantizes into fresh memory; the same is done here with reused memory.
+        # Where rows end mid-block, that fallback takes wrong scales on AVX512.
+        if not _HAS_FUSED or self.shape[1] % self.blocksize:
+            return False
+        return torch.compiler.is_compiling() or torch._C._dispatch_has_kernel_for_dispatch_key(
+            "bitsandbytes::gemm_4bit", device.type.upper()
+        )
 
 
-@cache
-def _has_fused_kernel() -> bool:
-    return hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # from bitsandbytes 0.50 on
+_HAS_FUSED = hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # from bitsandbytes 0.50 on
 
 
 def _dequantize(weight: _Weight, facts: _Facts, dtype: torch.dtype) -> Tensor:
     """``[N, K]`` in `dtype`. On a CPU in a buffer that the next product reuses."""
-    packed = weight.packed.reshape(-1).view(torch.uint8)
-    return dequantize_expert(packed.view(facts.shape[0], -1), weight.scales(), facts.quant_type, dtype)
+    rows, columns = facts.shape
+    numel = rows * columns
+    if numel % facts.blocksize == 0 and columns % 2 == 0 and not torch.compiler.is_compiling():
+        packed = weight.packed.reshape(-1).view(torch.uint8)
+        return dequantize_expert(packed.view(rows, -1), weight.scales(), facts.quant_type, dtype)
+    # The last block is not full, or a byte is shared by two rows: as one row.
+    shape = (1, numel) if numel % facts.blocksize else rows_for_dequantize(rows, columns, facts.blocksize)
+    unpack = torch.ops.bitsandbytes.dequantize_4bit.default
+    out: Tensor = unpack(weight.packed, weight.scales(), facts.blocksize, facts.quant_type, list(shape), dtype)
+    return out.view(rows, columns)
 
 
 def _fused(x: Tensor, weight: _Weight, facts: _Facts, bias: Tensor | None) -> Tensor:
@@ -95,24 +106,27 @@ class _MatMul4bit(torch.autograd.Function):
         ctx.save_for_backward(*operands)
         ctx.facts, ctx.transpose = facts, transpose
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if facts.fused and not transpose:
+        if not transpose and facts.fused(x.device):
             return _fused(x, weight, facts, bias)
         unpacked = _dequantize(weight, facts, x.dtype)
         return linear(x, unpacked.t() if transpose else unpacked, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors  # once: a second read raises under non-reentrant checkpointing
         grad_x = grad_bias = None
         if ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
         if ctx.needs_input_grad[0]:
             if torch.is_grad_enabled():  # create_graph=True
-                grad_x = _MatMul4bit.apply(grad, None, ctx.facts, not ctx.transpose, *operands)
+                grad_x = _apply(grad, None, ctx.facts, not ctx.transpose, *operands)
             else:
                 unpacked = _dequantize(_Weight(*operands), ctx.facts, grad.dtype)
                 grad_x = torch.matmul(grad, unpacked.t() if ctx.transpose else unpacked)
         return grad_x, grad_bias, *(None,) * (2 + len(operands))
+
+
+_apply: Callable[..., Any] = _MatMul4bit.apply
 
 
 def matmul_4bit(
@@ -125,7 +139,7 @@ def matmul_4bit(
     """``A @ W.T + bias`` for a weight packed by bitsandbytes' ``quantize_4bit``; differentiable in A and bias.
 
     Takes the place of ``bitsandbytes.matmul_4bit``: same arguments, same forward bits, through its fused kernel where
-    it has one. Backward multiplies by the weight dequantized in the gradient's dtype.
+    it has one for the device. Backward multiplies by the weight dequantized in the gradient's dtype.
 
     Args:
         A: ``[..., K]`` float32, bfloat16 or float16.
@@ -139,6 +153,7 @@ def matmul_4bit(
         ``[..., N]`` in the dtype of A; `out` if it was given.
 
     Raises:
+        TypeError: A is of another dtype.
         ValueError: `quant_state` is missing, is not that of a matrix, or its scales are quantized in other blocks than
             bitsandbytes' 256.
         RuntimeError: in backward, if bytes or scales were overwritten since forward; or at once, if a gradient is
@@ -148,6 +163,8 @@ def matmul_4bit(
         raise ValueError("matmul_4bit needs the quant_state of the packed weight")
     if len(quant_state.shape) != 2:
         raise ValueError(f"matmul_4bit needs a matrix [N, K], quant_state.shape is {tuple(quant_state.shape)}")
+    if A.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"matmul_4bit multiplies float32, bfloat16 or float16, got {A.dtype}; cast the input")
     if quant_state.nested and quant_state.state2.blocksize != NESTED_BLOCKSIZE:
         raise ValueError(
             f"scales quantized in blocks of {quant_state.state2.blocksize} are not supported, only {NESTED_BLOCKSIZE}"
@@ -174,8 +191,8 @@ def matmul_4bit(
     if not A.numel():
         nothing = A.new_zeros(()).expand(rows, columns)  # no memory
         result = linear(A, nothing.t() if transpose else nothing, bias)
-    elif trains or not facts.fused or transpose:
-        result = _MatMul4bit.apply(A, bias, facts, transpose, *weight)
+    elif trains or transpose or not facts.fused(A.device):
+        result = _apply(A, bias, facts, transpose, *weight)
     else:
         result = _fused(A, weight, facts, bias)
     return result if out is None else out.copy_(result)

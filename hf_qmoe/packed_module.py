@@ -87,7 +87,8 @@ class PackedModule(nn.Module):
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
         stored = {field: getattr(self, name + suffix, None) for field, suffix in SUFFIXES.items()}
-        tensors: dict[str, Any] = {f: None if tensor is None else as_used(tensor) for f, tensor in stored.items()}
+        # Views: what autograd saves of them stays what it was when someone assigns to `parameter.data`.
+        tensors: dict[str, Any] = {f: None if t is None else as_used(t.detach()) for f, t in stored.items()}
         return PackedStack(quant_type=self.quant_type, **tensors)
 
     def stacks(self) -> dict[str, PackedStack]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_qmoe import metadata
 from hf_qmoe.lazy_weight import lazy_weight
+from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import codebook, decompress_absmax
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import as_stored, as_used
@@ -52,8 +53,8 @@ class PackedParametrization(nn.Module):
     def stack(self, packed: Tensor) -> PackedStack:
         """The weight as one value."""
         scales = {name: as_used(tensor) for name, tensor in self.named_parameters(recurse=False)}
-        fields = {**dict.fromkeys(("absmax", "nested_absmax", "nested_offset")), **scales}
-        return PackedStack(packed=packed, quant_type=self.quant_type, **fields)  # type: ignore[arg-type]
+        fields: dict[str, Any] = {**dict.fromkeys(("absmax", "nested_absmax", "nested_offset")), **scales}
+        return PackedStack(packed=packed, quant_type=self.quant_type, **fields)
 
     def forward(self, packed: Tensor) -> Tensor:
         """The weight, as a `LazyWeight` (while torch.compile traces, as an ordinary tensor)."""
@@ -70,7 +71,7 @@ class PackedParametrization(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedParametrization":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not self.fixed_dtype:  # `.half()` and the like cast float parameters; the weight stands for one
             self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
@@ -117,7 +118,8 @@ def parametrize_experts(
         raise ValueError(f"{name} is {tuple(weight.shape)}; a matrix [N, K] or a stack [E, N, K] can be packed")
     matrices = weight.detach() if weight.ndim == 3 else weight.detach()[None]
     if weight.is_meta:
-        stack = PackedStack.empty(*matrices.shape, quant_type, blocksize, double_quant, "meta")
+        experts, rows, columns = matrices.shape
+        stack = PackedStack.empty(experts, rows, columns, quant_type, blocksize, double_quant, "meta")
     else:
         stack = PackedStack.from_float(matrices, quant_type, blocksize, double_quant)
     attach_stack(module, name, stack, tuple(weight.shape), compute_dtype or weight.dtype, compute_dtype is not None)
@@ -157,6 +159,11 @@ def parametrize_experts_prequantized(
         absmax = decompress_absmax(absmax, quant_state.state2.absmax, quant_state.offset)
     experts, rows, columns = (1, *shape)[-3:]
     bits = 4 if quant_type in ("nf4", "fp4") else 8
+    if experts * rows * columns % quant_state.blocksize:
+        raise ValueError(
+            f"the last block of {name} is not full: {shape} is no multiple of blocks of {quant_state.blocksize}; "
+            "dequantize it and pack it with `parametrize_experts`"
+        )
     if packed.nbytes * 8 != experts * rows * columns * bits or absmax.numel() * quant_state.blocksize * bits != (
         packed.nbytes * 8
     ):
@@ -222,15 +229,17 @@ def attach_stack(
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     _adapt_class(module, name)
     _describe(module)
+    unload_when_interrupted(module)  # its other parameters; packed ones are loaded by their parametrization
     module._is_hf_initialized = True  # type: ignore[assignment]  # or transformers draws numbers into the weight
 
 
 def packed_parametrizations(module: nn.Module) -> Iterator[tuple[str, PackedParametrization, nn.Parameter]]:
     """Name, parametrization and packed bytes of each parameter of `module` itself that is packed in this form."""
     if parametrize.is_parametrized(module):
-        for name, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
-            if isinstance(chain[0], PackedParametrization):
-                yield name, chain[0], chain.original
+        chains: Any = module.parametrizations
+        for name, chain in chains.items():
+            if isinstance(chain, parametrize.ParametrizationList) and isinstance(chain[0], PackedParametrization):
+                yield name, chain[0], chain.original  # type: ignore[misc]
 
 
 def restore_parameter(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
@@ -242,7 +251,7 @@ def restore_parameter(module: nn.Module, name: str, dtype: torch.dtype | None = 
     found = {n: (p, packed) for n, p, packed in packed_parametrizations(module)}
     if name not in found:
         raise ValueError(f"{name} of {type(module).__name__} is not a packed, parametrized parameter")
-    if len(module.parametrizations[name]) > 1:  # type: ignore[index, union-attr, operator]
+    if len(module.parametrizations[name]) > 1:  # type: ignore[index]
         raise ValueError(f"{name} has further parametrizations on its packed weight; remove or merge them first")
     parametrization, packed = found[name]
     values = parametrization.stack(packed).dequantize(dtype or parametrization.dtype)
@@ -262,7 +271,7 @@ def _adapt_class(module: nn.Module, name: str) -> None:
 
     def read(self: Any) -> Tensor:
         chain = self.parametrizations[name]
-        if any(type(p).__module__.startswith("peft.") for p in chain):
+        if any(type(p).__module__.startswith("peft.") for p in (chain, *chain.modules())):
             raise RuntimeError(
                 f"PEFT put LoRA on the packed {name} of {type(self).__bases__[0].__name__} as a parametrization. Its "
                 "factors would get wrong gradients, or none. Target the attention projections with `target_modules`."
@@ -301,7 +310,8 @@ def _parts(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any], dict[str
     """The module's own class, its state without parametrizations, and those."""
     own = module.__dict__.copy()
     own["_modules"] = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    return type(module).__bases__[0], own, dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
+    chains: Any = module.parametrizations
+    return type(module).__bases__[0], own, dict(chains.items())
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
@@ -338,6 +348,7 @@ def _describe(module: nn.Module) -> None:
     found = list(packed_parametrizations(module))
     if not found:
         module._buffers.pop("quant_metadata", None)
+        stop_unloading(module)
         return
     stacks = {name: parametrization.stack(packed) for name, parametrization, packed in found}
     encoded = metadata.encode(metadata.describe(stacks)).to(found[0][2].device)
@@ -353,13 +364,15 @@ def _check_state_dict(
     own = f"{prefix}parametrizations."
     problems = []
     stored = state_dict.get(f"{prefix}quant_metadata")
-    if isinstance(stored, Tensor) and not module.quant_metadata.is_meta:
-        own_description = metadata.decode(module.quant_metadata)  # type: ignore[arg-type]
+    found = list(packed_parametrizations(module))
+    if isinstance(stored, Tensor) and found:
+        # Not what the buffer says: a refused load may have written to it.
+        own_description = metadata.describe({name: p.stack(packed) for name, p, packed in found})
         try:
             problems.append(metadata.mismatch(metadata.decode(stored), own_description))
         except ValueError as error:
             problems.append(str(error))
-    for name, parametrization, packed in packed_parametrizations(module):
+    for name, parametrization, packed in found:
         tensors = {"original": packed, **{f"0.{k}": t for k, t in parametrization.named_parameters(recurse=False)}}
         for key, tensor in tensors.items():
             value = state_dict.get(f"{own}{name}.{key}")
@@ -367,10 +380,10 @@ def _check_state_dict(
                 continue
             value = state_dict[f"{own}{name}.{key}"] = as_stored(value) if key != "original" else value
             if (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
-                found, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (value, tensor))
-                problems.append(f"{name}.{key} is {found}, expected {expected}")
+                is_now, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (value, tensor))
+                problems.append(f"{name}.{key} is {is_now}, expected {expected}")
     problem = next(filter(None, problems), None)
     if problem:
         messages[-1].append(f"{prefix.rstrip('.') or type(module).__name__}: {problem}")
-        for key in [k for k in state_dict if k.startswith(own)]:
+        for key in [k for k in state_dict if k.startswith(own) or k == f"{prefix}quant_metadata"]:
             del state_dict[key]

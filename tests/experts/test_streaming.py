@@ -154,3 +154,21 @@ def test_replaced_parameters(mode: str) -> None:
         gradients[kind] = {"input": x.grad, "bias": module.down_proj_bias.grad}
     for name, gradient in gradients["off"].items():
         assert_same_bits(gradients[mode][name], gradient)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate_up_proj_absmax", "down_proj_nested_offset"])
+def test_assigning_data_leaves_the_right_gradient(name: str) -> None:
+    """``parameter.data = other`` between forward and backward is not seen by version counters, and does not matter."""
+    packed = packed_experts(double_quant=True)
+    arguments = inputs()
+    gradients = []
+    for assign in (False, True):
+        x = arguments.hidden_states.clone().requires_grad_()
+        out = packed(x, arguments.top_k_index, arguments.top_k_weights)
+        if assign:
+            parameter = packed.get_parameter(name)
+            parameter.data = torch.zeros_like(parameter)
+        out.square().sum().backward()
+        gradients.append(x.grad)
+    assert gradients[0].abs().sum() > 0
+    assert_same_bits(gradients[1], gradients[0])

@@ -1,7 +1,16 @@
 """All benchmark cases by name."""
 
-from benchmarks import experts_time, load_memory, training_memory
+from benchmarks import experts_time, linear_4bit, load_memory, streamed_memory, training_memory
 from benchmarks.case import Case
 
 
-CASES: dict[str, Case] = {case.name: case for case in (training_memory.CASE, load_memory.CASE, experts_time.CASE)}
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        training_memory.CASE,
+        load_memory.CASE,
+        experts_time.CASE,
+        streamed_memory.CASE,
+        linear_4bit.CASE,
+    )
+}

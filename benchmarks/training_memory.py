@@ -115,7 +115,7 @@ def _row(size: Size, depth: int, arm: str, metric: str, value: int, plain: int) 
         "bytes",
         value,
         baseline="plain",
-        ratio=value / plain,
+        ratio=value / plain if plain else None,  # a tiny run may fit into holes of the heap
         target=TARGET if with_target else None,
         repeats=repeats,
     )

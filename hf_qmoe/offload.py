@@ -29,9 +29,8 @@ def _unload(module: nn.Module, args: Any, output: Any) -> None:
     hook = getattr(module, "_hf_hook", None)
     if hook is None or not any(_offloads(h) for h in getattr(hook, "hooks", (hook,))):
         return
-    if any(
-        not parameter.is_meta for parameter in module.parameters(recurse=False)
-    ):  # forward was left by an exception
+    still_loaded = not all(parameter.is_meta for parameter in module.parameters(recurse=False))
+    if still_loaded:  # forward was left by an exception
         hook.post_forward(module, None)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import experts_time, load_memory, training_memory
+from benchmarks import experts_time, linear_4bit, load_memory, training_memory
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -14,6 +14,6 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (experts_time, load_memory, training_memory):
+    for module in (experts_time, linear_4bit, load_memory, training_memory):
         monkeypatch.setattr(module, "fresh_process", _call)
     monkeypatch.setattr(load_memory, "disable_progress_bar", lambda: None)  # other tests keep theirs

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import QuantState
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks import experts_time, layers, load_memory, results, run, training_memory
+from benchmarks import experts_time, layers, linear_4bit, load_memory, results, run, training_memory
 from benchmarks.case import Case, OutputsDiffer, Result, Row
 from benchmarks.layers import Dims, Layer
 from benchmarks.registry import CASES
-from hf_qmoe import ExpertsNbit
+from hf_qmoe import ExpertsNbit, matmul_4bit
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory cases read /proc")
@@ -26,6 +28,8 @@ ARMS = {
     "training_memory": {"hf_qmoe", "plain"},
     "load_memory": {"bf16", "nf4", "nf4_reload"},
     "experts_time": {"hf_qmoe", "bf16_grouped_mm", "whole_stack"},
+    "streamed_memory": {"recycled", "private"},
+    "linear_4bit": {"hf_qmoe", "bitsandbytes"},
 }
 
 
@@ -89,7 +93,17 @@ def _broken_time(monkeypatch: pytest.MonkeyPatch) -> Case:
     return experts_time.CASE
 
 
-@pytest.mark.parametrize("broken", [_broken_training, _broken_load, _broken_time])
+def _one_gradient_off(x: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+    out = matmul_4bit(x, packed, state)
+    return out + (out - out.detach()) * 0.01  # the output is right
+
+
+def _broken_linear(monkeypatch: pytest.MonkeyPatch) -> Case:
+    arms = linear_4bit.ARMS | {"hf_qmoe": _one_gradient_off}
+    return replace(linear_4bit.CASE, sizes={"toy": replace(linear_4bit.CASE.sizes["toy"], arms=arms)})
+
+
+@pytest.mark.parametrize("broken", [_broken_training, _broken_load, _broken_time, _broken_linear])
 def test_an_arm_that_computes_something_else_is_not_recorded(
     broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

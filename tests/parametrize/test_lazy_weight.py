@@ -521,13 +521,14 @@ def test_overwriting_between_forward_and_backward_raises(path: Callable[..., Ten
             out.sum().backward()
 
 
-def test_assigning_data_between_forward_and_backward() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["by-expert", "whole"])
+def test_assigning_data_between_forward_and_backward(whole: bool) -> None:
     """As with any parameter, ``parameter.data = other`` leaves the gradient that of the weight forward used."""
     stack, plain = packed_and_control("nf4", True)
     parameters = {name: nn.Parameter(t, requires_grad=False) for name, t in stack.tensors().items()}
     weight = lazy_weight(replace(stack, **parameters), torch.float32)
     x = torch.randn(EXPERTS, TOKENS, COLUMNS, requires_grad=True)
-    out = torch.stack([linear(x[e], weight[e]) for e in range(EXPERTS)])
+    out = torch.bmm(x, weight.mT) if whole else torch.stack([linear(x[e], weight[e]) for e in range(EXPERTS)])
     for parameter in parameters.values():
         parameter.data = torch.zeros_like(parameter)
     (grad,) = torch.autograd.grad(out.sum(), x)

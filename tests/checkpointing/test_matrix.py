@@ -30,15 +30,6 @@ LORA = {"none": None, "attention": ["q_proj", "v_proj"], "router": ["mlp.gate"]}
 PRECISIONS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Leaves objects that exist already out of garbage collections, or counting tensors takes most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @dataclass(frozen=True)
 class Step:
     """What one step gave."""

@@ -127,19 +127,6 @@ class _Step(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: tuple[int | None, ...] = ()  # of tensors among `args`
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Step":
-        return cls(function, args, kwargs, tuple(_version(t) for t in _tensors(args)))
-
-    def check(self) -> None:
-        for tensor, version in zip(_tensors(self.args), self.versions, strict=True):
-            if version is not None and tensor._version != version:
-                raise RuntimeError(
-                    "an index into a packed weight, needed for gradient computation, has been modified by an inplace "
-                    f"operation: it is at version {tensor._version}, expected {version}"
-                )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -205,12 +192,11 @@ class LazyWeight(Tensor):
             may_reuse: put them into the buffer that the next product of this thread reuses, if that is possible.
 
         Raises:
-            RuntimeError: packed bytes, scales or an index were overwritten since this tensor was made.
+            RuntimeError: packed bytes or scales were overwritten since this tensor was made.
         """
         values = self._source.unpack(may_reuse)
-        for step in self._steps:
-            step.check()
-            values = step.function(values, *step.args, **step.kwargs)
+        for function, args, kwargs in self._steps:
+            values = function(values, *args, **kwargs)
         return values
 
     @classmethod
@@ -231,7 +217,8 @@ class LazyWeight(Tensor):
             return func(*args, **kwargs)
         # The other factor may be of another dtype: a float32 bias or norm on the way promotes what was bfloat16.
         other = next(t for t in reversed(args[-2:]) if not isinstance(t, LazyWeight))
-        args = tree_map_only(LazyWeight, lambda w: w.unpack(may_reuse=True).to(other.dtype), args)
+        dtype = other.dtype if other.is_floating_point() else weights[0].dtype
+        args = tree_map_only(LazyWeight, lambda w: w.unpack(may_reuse=True).to(dtype), args)
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,12 +238,14 @@ class LazyWeight(Tensor):
         geometry = func(self._geometry, *tree_map_only(Tensor, lambda t: t.to("meta"), args), **kwargs)
         if func is aten._to_copy.default and self._can_unpack_in(geometry):
             return LazyWeight(replace(self._source, dtype=geometry.dtype), self._steps, geometry)
-        source, function = self._source, func
+        source = self._source
         if not self._steps and source.by_expert and func in (aten.select.int, aten.slice.Tensor):
             narrowed = _experts(source, func, args)
             if narrowed is not None:
                 source, args = narrowed
-        return LazyWeight(source, (*self._steps, _Step.of(function, args, kwargs)), geometry)
+        # An index is copied: a float weight would have been read by now, so it may be overwritten.
+        args = tree_map_only(Tensor, torch.clone, args)
+        return LazyWeight(source, (*self._steps, _Step(func, args, kwargs)), geometry)
 
     def _is_cast_only(self, name: str, value: Any) -> bool:
         """Whether an argument of ``_to_copy`` leaves the tensor where and as it is, but for its dtype."""

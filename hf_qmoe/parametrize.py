@@ -93,7 +93,7 @@ def parametrize_experts(
     """Packs a float parameter of `module`, in place.
 
     Reading ``module.<name>`` gives the dequantized weight from then on, unpacked by the operation that uses it, with
-    exact gradients to everything else. The packed weight is frozen.
+    exact gradients to everything else. The packed weight is frozen; modules that share it keep the float one.
 
     Args:
         module: any module.
@@ -114,8 +114,10 @@ def parametrize_experts(
     weight = _parameter(module, name)
     if not weight.is_floating_point():
         raise TypeError(f"{name} is {weight.dtype}, not a float parameter; is it packed already?")
-    if weight.ndim not in (2, 3):
-        raise ValueError(f"{name} is {tuple(weight.shape)}; a matrix [N, K] or a stack [E, N, K] can be packed")
+    if weight.ndim not in (2, 3) or not weight.numel():
+        raise ValueError(
+            f"{name} is {tuple(weight.shape)}; a matrix [N, K] or a stack [E, N, K] can be packed, not empty"
+        )
     matrices = weight.detach() if weight.ndim == 3 else weight.detach()[None]
     if weight.is_meta:
         experts, rows, columns = matrices.shape
@@ -194,6 +196,10 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
     if not hasattr(module, name):
         raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
     parameter = getattr(module, name)
+    if hasattr(module, "quant_metadata") and not any(True for _ in packed_parametrizations(module)):
+        raise ValueError(
+            f"{type(module).__name__} has a quant_metadata of its own; that name is needed for packed weights"
+        )
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(f"{name} of {type(module).__name__} is {type(parameter).__name__}, not an nn.Parameter")
     return parameter

@@ -16,7 +16,7 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_tiny(tmp_path / "tiny", "olmoe")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block.replace("allenai/OLMoE-1B-7B-0924", "tiny"), str(README), "exec"), namespace)

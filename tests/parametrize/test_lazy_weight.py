@@ -504,21 +504,40 @@ def test_the_measure_sees_a_plain_weight() -> None:
 
 
 @pytest.mark.parametrize("path", [PATHS[name] for name in ("loop", "bmm", "index", "cast-down", "chunk")])
-@pytest.mark.parametrize("tensor", ["packed", "absmax", "nested_absmax", "nested_offset", "index"])
+@pytest.mark.parametrize("tensor", ["packed", "absmax", "nested_absmax", "nested_offset"])
 def test_overwriting_between_forward_and_backward_raises(path: Callable[..., Tensor], tensor: str) -> None:
-    """Packed bytes, scales and an index that were written to since forward are not used in silence."""
+    """Packed bytes and scales that were written to since forward are not used in silence."""
     stack, _ = packed_and_control("nf4", True)
-    stored = stack.tensors() | {"index": torch.tensor([2, 1, 0])}
-    for index in (stored["index"], None):
+    stored = stack.tensors()
+    for index in (torch.tensor([2, 1, 0]), None):
         x = torch.randn(EXPERTS, TOKENS, COLUMNS, requires_grad=True)
         weight = lazy_weight(stack, torch.float32).mT
         out = path(weight if index is None else weight[index], x)
-        if tensor == "index" and index is None:
-            out.sum().backward()
-            continue
         stored[tensor].copy_(stored[tensor].clone())  # the same values: it is the writing that counts
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_an_index_may_be_overwritten(mode: type[AbstractContextManager[None]]) -> None:
+    """Indexing a float weight reads it at once: an index that changes later, even unseen by torch, changes nothing."""
+    for weight in pair():
+        with mode():
+            values = np.array([2, 1])
+            index, foreign = torch.tensor([0, 1]), torch.from_numpy(values)
+            expected = weight[index] + 0, weight.index_select(0, foreign) + 0
+            parts = weight[index], weight.index_select(0, foreign)
+            index.fill_(2)
+            values[:] = 0
+            for part, value in zip(parts, expected, strict=True):
+                assert_same_bits(part + 0, value)
+
+
+def test_an_integer_factor_is_refused_as_by_a_float_weight() -> None:
+    """The weight follows another float dtype, never an integer one."""
+    for weight in pair():
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.ones(2, weight.shape[1], dtype=torch.long) @ weight[0]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by-expert", "whole"])

@@ -229,6 +229,10 @@ def test_refusals_leave_the_module_unchanged() -> None:
         (ValueError, "weight", {}, lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(2, 4, 63)))),
         (ValueError, "weight", {"quant_type": "int8"}, lambda m: setattr(m, "weight", nn.Parameter(torch.ones(3, 7)))),
         (ValueError, "weight", {}, lambda m: setattr(m, "weight", nn.Parameter(torch.ones(1, 2, 32, 64)))),
+        (ValueError, "weight", {}, lambda m: setattr(m, "weight", nn.Parameter(torch.ones(4, 0, 64)))),
+        (ValueError, "weight", {}, lambda m: setattr(m, "weight", nn.Parameter(torch.ones(4, 0)))),
+        (ValueError, "weight", {}, lambda m: setattr(m, "quant_metadata", "of its own")),
+        (ValueError, "weight", {}, lambda m: m.register_buffer("quant_metadata", torch.ones(3))),
     ]
     for error, name, options, prepare in cases:
         module = Experts()

@@ -6,7 +6,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 
 from hf_qmoe import QMoEConfig
-from hf_qmoe.linears import quantize_linear_weight, replace_linears, restore_linears
+from hf_qmoe.linears import QMoELinear4bit, quantize_linear_weight, replace_linears, restore_linears
 
 
 def linear(quant_type: str = "nf4", double_quant: bool = False, storage: torch.dtype = torch.uint8) -> Linear4bit:
@@ -68,7 +68,7 @@ def test_replace_and_restore() -> None:
     error = (model[0].weight - expected["0.weight"]).abs().max()
     assert 0 < error < 0.2 * expected["0.weight"].abs().max()
     replace_linears(model, ["1.0"], QMoEConfig(), torch.float32)
-    assert [type(model[0]), type(model[1][0])] == [Linear4bit, nn.Linear]
+    assert [type(model[0]), type(model[1][0])] == [QMoELinear4bit, nn.Linear]
 
 
 def test_weight_that_is_not_finite_is_refused() -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_qmoe.ops.torch_ops import dequantize_expert, expert_absmax
 from hf_qmoe.packed import PackedStack
@@ -130,7 +129,25 @@ class _Step(NamedTuple):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [item for item in tree_flatten(value)[0] if isinstance(item, Tensor)]
+    """Tensors in the arguments of an operation."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def _replace(value: Any, kind: type[Tensor], function: Callable[[Any], Tensor]) -> Any:
+    """The arguments of an operation with tensors of `kind` replaced. pytree does the same at ten times the cost."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _replace(item, kind, function) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_replace(item, kind, function) for item in value])
+    return value
 
 
 class LazyWeight(Tensor):
@@ -179,6 +196,9 @@ class LazyWeight(Tensor):
     def data(self, value: Tensor) -> None:
         raise _read_only("assigning to `.data`")
 
+    def __copy__(self) -> "LazyWeight":
+        return self
+
     def __deepcopy__(self, memo: Any) -> "LazyWeight":
         return self  # a constant; its operands' version counters must stay those of the parameters
 
@@ -210,15 +230,15 @@ class LazyWeight(Tensor):
                 noted = args[0]._note(func, args[1:], kwargs)
             if noted is not None:
                 return noted
-        weights = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, LazyWeight)]
+        weights = [t for t in _tensors((args, kwargs)) if isinstance(t, LazyWeight)]
         _refuse_writing(func, args, kwargs)
         if func not in _PRODUCTS or len(weights) != 1:
-            args, kwargs = tree_map_only(LazyWeight, LazyWeight.unpack, (args, kwargs))
+            args, kwargs = _replace((args, kwargs), LazyWeight, LazyWeight.unpack)
             return func(*args, **kwargs)
         # The other factor may be of another dtype: a float32 bias or norm on the way promotes what was bfloat16.
         other = next(t for t in reversed(args[-2:]) if not isinstance(t, LazyWeight))
         dtype = other.dtype if other.is_floating_point() else weights[0].dtype
-        args = tree_map_only(LazyWeight, lambda w: w.unpack(may_reuse=True).to(dtype), args)
+        args = _replace(args, LazyWeight, lambda w: w.unpack(may_reuse=True).to(dtype))
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +255,7 @@ class LazyWeight(Tensor):
             return None  # a copy that was asked for may be written to
         if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args)):
             return None  # a mask: the shape depends on its values
-        geometry = func(self._geometry, *tree_map_only(Tensor, lambda t: t.to("meta"), args), **kwargs)
+        geometry = func(self._geometry, *_replace(args, Tensor, lambda t: t.to("meta")), **kwargs)
         if func is aten._to_copy.default and self._can_unpack_in(geometry):
             return LazyWeight(replace(self._source, dtype=geometry.dtype), self._steps, geometry)
         source = self._source
@@ -244,7 +264,7 @@ class LazyWeight(Tensor):
             if narrowed is not None:
                 source, args = narrowed
         # An index is copied: a float weight would have been read by now, so it may be overwritten.
-        args = tree_map_only(Tensor, torch.clone, args)
+        args = _replace(args, Tensor, torch.clone)
         return LazyWeight(source, (*self._steps, _Step(func, args, kwargs)), geometry)
 
     def _is_cast_only(self, name: str, value: Any) -> bool:

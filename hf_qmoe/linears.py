@@ -27,6 +27,28 @@ class QMoELinear4bit(Linear4bit):
         self.support_avx512bf16_for_cpu = False
         unload_when_interrupted(self)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        # bitsandbytes writes scales and codebooks beside the bytes but reads the bytes alone, under the scales it has.
+        start = f"{prefix}weight."
+        stored = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
+        current = getattr(self.weight, "quant_state", None) or self.quant_state
+        bytes_of = state_dict.get(f"{prefix}weight")
+        if isinstance(bytes_of, Tensor) and current is not None and not bytes_of.is_floating_point():
+            if not stored:
+                messages[-1].append(f"{prefix}weight holds packed bytes without their scales")
+                return
+            state = QuantState.from_dict({k.removeprefix(start): v for k, v in stored.items()}, self.weight.device)
+            if tuple(state.shape) != tuple(current.shape):
+                messages[-1].append(f"{prefix}weight was packed as {tuple(state.shape)}, expected {current.shape}")
+                return
+            state.dtype = current.dtype
+            self.quant_state = state
+            if isinstance(self.weight, Params4bit):
+                self.weight.quant_state = state
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of `x`.
 

@@ -97,6 +97,13 @@ def _fused(x: Tensor, weight: _Weight, facts: _Facts, bias: Tensor | None) -> Te
     return out
 
 
+def _product(x: Tensor, weight: _Weight, facts: _Facts, bias: Tensor | None, transpose: bool) -> Tensor:
+    if not transpose and facts.fused(x.device):
+        return _fused(x, weight, facts, bias)
+    unpacked = _dequantize(weight, facts, x.dtype)
+    return linear(x, unpacked.t() if transpose else unpacked, bias)
+
+
 class _MatMul4bit(torch.autograd.Function):
     """``x @ W.T + bias``, or ``x @ W + bias`` with `transpose`."""
 
@@ -106,10 +113,7 @@ class _MatMul4bit(torch.autograd.Function):
         ctx.save_for_backward(*operands)
         ctx.facts, ctx.transpose = facts, transpose
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if not transpose and facts.fused(x.device):
-            return _fused(x, weight, facts, bias)
-        unpacked = _dequantize(weight, facts, x.dtype)
-        return linear(x, unpacked.t() if transpose else unpacked, bias)
+        return _product(x, weight, facts, bias, transpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,8 +195,8 @@ def matmul_4bit(
     if not A.numel():
         nothing = A.new_zeros(()).expand(rows, columns)  # no memory
         result = linear(A, nothing.t() if transpose else nothing, bias)
-    elif trains or transpose or not facts.fused(A.device):
+    elif trains:
         result = _apply(A, bias, facts, transpose, *weight)
     else:
-        result = _fused(A, weight, facts, bias)
+        result = _product(A, weight, facts, bias, transpose)
     return result if out is None else out.copy_(result)

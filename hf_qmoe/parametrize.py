@@ -93,7 +93,8 @@ def parametrize_experts(
     """Packs a float parameter of `module`, in place.
 
     Reading ``module.<name>`` gives the dequantized weight from then on, unpacked by the operation that uses it, with
-    exact gradients to everything else. The packed weight is frozen; modules that share it keep the float one.
+    exact gradients to everything else. The packed weight is frozen; modules that share it keep the float one. The
+    state dict has torch's names for parametrized tensors; ``save_pretrained`` knows only those of a `QMoEConfig`.
 
     Args:
         module: any module.

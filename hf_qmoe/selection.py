@@ -107,8 +107,8 @@ def _refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, found: dict[st
         listed = ", ".join(f"{name} ({cls})" for name, cls in others[:8])
         raise ValueError(
             f"{type(model).__name__} has {len(others)} experts modules that this version cannot pack, so they would "
-            f"stay in full precision: {listed}{', ...' if len(others) > 8 else ''}. To accept that, list them in "
-            "`modules_to_not_convert`."
+            f"stay in full precision: {listed}{', ...' if len(others) > 8 else ''}. experts_module='auto' packs those "
+            "with 3-D weights; to accept full precision, list them in `modules_to_not_convert`."
         )
     text_config = model.config.get_text_config()
     counts = {name: getattr(text_config, name, None) for name in _EXPERT_COUNTS}

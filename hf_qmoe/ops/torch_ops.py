@@ -27,7 +27,9 @@ class _Scratch(threading.local):
         buffer = self.buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
             with torch.inference_mode(False):  # or a later call outside of inference mode could not write to it
-                self.buffers[dtype] = buffer = torch.empty(numel, dtype=dtype, device=device)
+                buffer = torch.empty(numel, dtype=dtype, device=device)
+            if type(buffer) is Tensor:  # not a fake one, which has no memory
+                self.buffers[dtype] = buffer
         return buffer[:numel].view(shape)
 
 

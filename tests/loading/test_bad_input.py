@@ -668,7 +668,7 @@ except ImportError as error:
 
 @pytest.mark.parametrize(
     ("package", "found", "needed"),
-    [("transformers", "5.22.0", "5.23.0"), ("bitsandbytes", "0.49.2", "0.50.0"), ("bitsandbytes", "none", "0.50.0")],
+    [("transformers", "5.22.0", "5.23.0"), ("bitsandbytes", "0.47.0", "0.48.0"), ("bitsandbytes", "none", "0.48.0")],
     ids=["old_transformers", "old_bitsandbytes", "no_bitsandbytes"],
 )
 def test_package_that_is_too_old(package: str, found: str, needed: str) -> None:

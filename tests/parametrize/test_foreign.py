@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 from hf_qmoe import parametrize_experts
@@ -144,3 +145,14 @@ def test_compiled_inference(quant_type: str, double_quant: bool, mode: type, bac
     with mode():
         assert_same_bits(compiled(x), twin(x))
         assert_same_bits(packed(x), twin(x))
+
+
+def test_fake_tensors_have_no_memory() -> None:
+    """Under a mode that only computes shapes, as memory estimators use it, shapes come out and nothing is unpacked."""
+    packed, twin = packed_and_twin("nf4", True)
+    x = torch.randn(TOKENS, SHAPE[-1])
+    expected = twin(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for weight in (packed.weight, packed.weight[1]):
+            assert (torch.randn(2, SHAPE[-1]) @ weight.mT).shape[-2:] == (2, SHAPE[-2])
+    assert_same_bits(packed(x), expected)

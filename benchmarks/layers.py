@@ -10,10 +10,10 @@ from typing import Protocol
 import bitsandbytes.functional as bnb_functional
 import torch
 from bitsandbytes.functional import QuantState
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_qmoe import ExpertsNbit
+from hf_qmoe import ExpertsNbit, parametrize_experts_prequantized
 
 
 BLOCKSIZE = 64
@@ -113,6 +113,33 @@ class PlainLayer:
             if part.shape[0]
         ]
         return torch.cat(parts)
+
+
+class ParametrizedLayer(PlainLayer):
+    """The plain forward over parametrized weights: it reads an expert and multiplies, knowing of nothing."""
+
+    def __init__(self, dims: Dims, seed: int) -> None:
+        super().__init__(dims, seed)
+        self.experts = nn.Module()
+        for name, (rows, columns) in dims.stacks.items():
+            parts = self.weights[name]
+            packed = torch.stack([part.view(rows, -1) for part, _ in parts])
+            state = QuantState(
+                torch.cat([state.absmax for _, state in parts]),
+                shape=torch.Size((dims.experts, rows, columns)),
+                code=parts[0][1].code,
+                blocksize=BLOCKSIZE,
+                quant_type="nf4",
+                dtype=torch.bfloat16,
+            )
+            self.experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+            parametrize_experts_prequantized(self.experts, name, state)
+        self.weights = {"down_proj": [None] * dims.experts}  # type: ignore[list-item]  # only its length is read
+
+    def _project(self, rows: Tensor, name: str, counts: list[int]) -> Tensor:
+        weights = getattr(self.experts, name)
+        parts = rows.split(counts)
+        return torch.cat([functional.linear(p, weights[e]) for e, p in enumerate(parts) if p.shape[0]])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,11 @@ from benchmarks.memory import PeakRss, fresh_process, peak_of_tensors, settle
 from hf_qmoe.ops.torch_ops import release_scratch
 
 
-ARMS: Mapping[str, MakeLayer] = {"hf_qmoe": layers.ours, "plain": layers.PlainLayer}
+ARMS: Mapping[str, MakeLayer] = {
+    "hf_qmoe": layers.ours,
+    "parametrized": layers.ParametrizedLayer,
+    "plain": layers.PlainLayer,
+}
 METRICS = ("peak_rss_anon", "peak_rss", "peak_tensors")
 TARGET = 0.25
 

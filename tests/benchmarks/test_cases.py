@@ -25,7 +25,7 @@ ORIGIN = {
     *("python", "cpu", "cores", "threads", "load"),
 }
 ARMS = {
-    "training_memory": {"hf_qmoe", "plain"},
+    "training_memory": {"hf_qmoe", "parametrized", "plain"},
     "load_memory": {"bf16", "nf4", "nf4_reload"},
     "experts_time": {"hf_qmoe", "bf16_grouped_mm", "whole_stack"},
     "streamed_memory": {"recycled", "private"},

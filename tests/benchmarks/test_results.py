@@ -63,6 +63,7 @@ def test_recorded_training_memory_grows_by_activations_only() -> None:
     growth = {row.arm: row.ratio for row in _recorded("training_memory") if row.metric == "peak_tensors_per_layer"}
     assert growth["plain"] >= 1
     assert growth["hf_qmoe"] < 0.1
+    assert growth["parametrized"] < 0.1
 
 
 def test_recorded_load_memory_meets_its_target() -> None:

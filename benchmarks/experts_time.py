@@ -5,9 +5,7 @@ all experts, hit or not, and then runs transformers' `grouped_mm`. The arms take
 moment of the machine falls on all of them; ratios are medians over the rounds.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from benchmarks import layers
 from benchmarks.case import Case, OutputsDiffer, Result, Row
 from benchmarks.layers import BLOCKSIZE, Dims, Inputs, Layer
 from benchmarks.memory import fresh_process
+from benchmarks.timing import milliseconds, time_row
 from hf_qmoe import ExpertsNbit
 
 
@@ -93,12 +92,6 @@ def step(layer: Layer, given: Inputs, mode: str) -> dict[str, Tensor]:
     return {"output": output.detach(), "grad_hidden": hidden.grad, "grad_weights": weights.grad}
 
 
-def _milliseconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(size: Size) -> Result:
     """Times all arms in turns; run it in a fresh process."""
     torch.set_num_threads(size.threads)
@@ -111,7 +104,7 @@ def measure(size: Size) -> Result:
             times: dict[str, list[float]] = {arm: [] for arm in arms}
             for turn in range(_WARM_UP_ROUNDS + size.rounds):
                 for arm, layer in arms.items():
-                    elapsed = _milliseconds(partial(step, layer, given, mode))
+                    elapsed = milliseconds(partial(step, layer, given, mode))
                     if turn >= _WARM_UP_ROUNDS:
                         times[arm].append(elapsed)
             rows += _rows(size, tokens, mode, times)
@@ -138,25 +131,7 @@ def _rows(size: Size, tokens: int, mode: str, times: Mapping[str, list[float]]) 
     compared = [(arm, "bf16_grouped_mm") for arm in times] + [("hf_qmoe", "whole_stack")]
     dims = size.dims
     config = {"T": tokens, "E": dims.experts, "H": dims.hidden, "I": dims.intermediate, "top_k": dims.top_k}
-    rows = []
-    for arm, baseline in compared:
-        p20, *_, p80 = statistics.quantiles(times[arm], n=5)
-        ratios = [a / b for a, b in zip(times[arm], times[baseline], strict=True)]
-        rows.append(
-            Row(
-                arm,
-                config,
-                mode,
-                "ms",
-                statistics.median(times[arm]),
-                baseline=baseline,
-                ratio=statistics.median(ratios),
-                repeats=len(ratios),
-                p20=p20,
-                p80=p80,
-            )
-        )
-    return rows
+    return [time_row(arm, config, mode, times[arm], baseline, times[baseline]) for arm, baseline in compared]
 
 
 def run(size: Size) -> Result:

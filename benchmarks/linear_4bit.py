@@ -5,8 +5,6 @@ Both arms multiply by the same packed weight and take turns in one process, each
 times are medians over the rounds.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +19,7 @@ from torch import Tensor
 import hf_qmoe
 from benchmarks.case import Case, Result, Row, require_equal
 from benchmarks.memory import fresh_process, peak_of_tensors
+from benchmarks.timing import milliseconds, time_row
 from hf_qmoe.ops.torch_ops import release_scratch
 
 
@@ -80,12 +79,6 @@ def _pack(rows: int, columns: int, nested: bool) -> tuple[Tensor, QuantState]:
     return bnb_functional.quantize_4bit(weight.bfloat16(), quant_type="nf4", compress_statistics=nested)
 
 
-def _milliseconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(size: Size) -> Result:
     """Measures all arms at each shape and T; run it in a fresh process."""
     torch.set_num_threads(size.threads)
@@ -110,27 +103,11 @@ def _times(size: Size, problem: _Problem, config: dict[str, Any]) -> list[Row]:
     arms = list(size.arms.items())
     for turn in range(_WARM_UP_ROUNDS + size.rounds):
         for arm, product in arms if turn % 2 else arms[::-1]:
-            elapsed = _milliseconds(partial(problem.step, product))
+            elapsed = milliseconds(partial(problem.step, product))
             if turn >= _WARM_UP_ROUNDS:
                 times[arm].append(elapsed)
-    rows = []
-    for arm, measured in times.items():
-        p20, *_, p80 = statistics.quantiles(measured, n=5)
-        rows.append(
-            Row(
-                arm,
-                config,
-                "forward_backward",
-                "ms",
-                statistics.median(measured),
-                baseline="bitsandbytes",
-                ratio=statistics.median(a / b for a, b in zip(measured, times["bitsandbytes"], strict=True)),
-                repeats=len(measured),
-                p20=p20,
-                p80=p80,
-            )
-        )
-    return rows
+    baseline = times["bitsandbytes"]
+    return [time_row(arm, config, "forward_backward", t, "bitsandbytes", baseline) for arm, t in times.items()]
 
 
 def _peaks(size: Size, problem: _Problem, config: dict[str, Any]) -> list[Row]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
-from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface, stack_names
-from hf_qmoe.offload import stop_unloading, unload_when_interrupted
+from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.packed import PackedStack
-from hf_qmoe.packed_module import SUFFIXES, PackedModule
+from hf_qmoe.packed_module import PackedModule, pack_float_stacks
 from hf_qmoe.routing import Routing, route
 
 
@@ -90,7 +89,6 @@ class ExpertsNbit(PackedModule):
         up_name, down_name = stack_names(has_gate)
         up_features = (2 if has_gate else 1) * intermediate_dim
         shapes = {up_name: (up_features, hidden_dim), down_name: (hidden_dim, intermediate_dim)}
-        unload_when_interrupted(self)
         self._set_stacks(
             {
                 name: PackedStack.empty(num_experts, *shape, quant_type, blocksize, double_quant, device)
@@ -202,23 +200,10 @@ class ExpertsNbit(PackedModule):
         if not follows_experts_interface(module):
             raise TypeError(f"{type(module).__name__} is not an experts module of transformers' experts interface")
         cls._check_quant_type(quant_type)
-        if not any(p.is_meta for p in module.parameters()):
-            check_values(module, quant_type)  # before the first change
-        stacks = {
-            name: PackedStack.empty(*shape, quant_type, blocksize, double_quant, getattr(module, name).device)
-            for name, shape in float_stack_shapes(module).items()
-        }
-        for name in stacks:
-            weights = getattr(module, name)
-            if weights.device.type == "meta":
-                continue
-            for expert, weight in enumerate(weights.detach()):
-                stacks[name].quantize_expert_(expert, weight.t() if module.is_transposed else weight)
-            setattr(module, name, None)  # one stack of full-precision weights at a time
+        stacks = pack_float_stacks(module, quant_type, blocksize, double_quant)
         module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
         assert isinstance(module, ExpertsNbit)
         module._set_stacks(stacks, compute_dtype)
-        unload_when_interrupted(module)
         # Otherwise transformers' `_init_weights` draws normal numbers into the bytes.
         module._is_hf_initialized = True  # type: ignore[assignment]
         return module
@@ -232,15 +217,10 @@ class ExpertsNbit(PackedModule):
         if self._model_class is None:
             raise TypeError("only a module made by `ExpertsNbit.from_experts` has a float class to return to")
         for name in self.stack_names:
-            stack = self.stack(name)
-            weights = stack.dequantize(dtype)
-            for field in stack.tensors():
-                if field != "packed":
-                    delattr(self, name + SUFFIXES[field])
+            weights = self.stack(name).dequantize(dtype)
             weights = weights.transpose(1, 2).contiguous() if self.is_transposed else weights
             setattr(self, name, nn.Parameter(weights))
-        del self.quant_metadata, self.quant_type, self.compute_dtype, self._description
-        stop_unloading(self)
+        self._forget_stacks()
         self.__class__ = self._model_class  # type: ignore[assignment]
         return self
 

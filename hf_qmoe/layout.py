@@ -22,6 +22,11 @@ def follows_experts_interface(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed"))
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the float stacks are ``[E, in, out]``. Those of a module without flags are packed as they lie."""
+    return follows_experts_interface(module) and bool(module.is_transposed)
+
+
 def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """``(E, N, K)`` of each stack of a float experts module, by parameter name, whatever its layout.
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops.torch_ops import dequantize_expert, expert_absmax
 from hf_qmoe.packed import PackedStack
 
 
@@ -102,9 +101,7 @@ class _Source:
         """The values; with `may_reuse`, a single expert comes in a buffer that the next product reuses."""
         self._check()
         if may_reuse and self.stack.num_experts == 1:
-            s = self.stack
-            absmax = expert_absmax(s.absmax, s.nested_absmax, s.nested_offset, 0)
-            values = dequantize_expert(s.packed[0], absmax, s.quant_type, self.dtype)[None]
+            values = self.stack.dequantize_expert(0, self.dtype, reuse=True)[None]
         else:
             values = self.stack.dequantize(self.dtype)
         return values.transpose(1, 2) if self.transposed else values.view(self.shape)

@@ -16,7 +16,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, rows_for_dequantize
+from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, decompress_absmax, rows_for_dequantize
 from hf_qmoe.ops.torch_ops import dequantize_expert
 
 
@@ -42,9 +42,7 @@ class _Weight(NamedTuple):
         """fp32, one per block."""
         if self.nested_absmax is None or self.offset is None:
             return self.absmax
-        decompress = torch.ops.bitsandbytes.dequantize_blockwise.default
-        scales: Tensor = decompress(self.absmax, self.nested_absmax, self.nested_code, NESTED_BLOCKSIZE, torch.float32)
-        return scales + self.offset
+        return decompress_absmax(self.absmax, self.nested_absmax, self.offset, self.nested_code)
 
 
 class _Facts(NamedTuple):

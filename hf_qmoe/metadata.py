@@ -59,6 +59,14 @@ def decode(buffer: Tensor) -> dict[str, Any]:
     return description
 
 
+def problem(buffer: Tensor, expected: dict[str, Any]) -> str | None:
+    """As `mismatch`, for what `buffer` holds; also says if that is not readable."""
+    try:
+        return mismatch(decode(buffer), expected)
+    except ValueError as error:
+        return str(error)
+
+
 def mismatch(stored: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """Says why bytes described by `stored` cannot be read as `expected`; `None` if they can."""
     if stored == expected:

@@ -141,10 +141,11 @@ class PackedStack:
             absmax, self.nested_absmax[expert], self.nested_offset[expert] = formats.compress_absmax(absmax)
         self.absmax[expert] = absmax.view(self.absmax.shape[1:])
 
-    def dequantize_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """One expert as a new tensor ``[N, K]``."""
+    def dequantize_expert(self, expert: int, dtype: torch.dtype, reuse: bool = False) -> Tensor:
+        """One expert as a new tensor ``[N, K]``; with `reuse`, in the buffer that this thread's next call reuses."""
         absmax = torch_ops.expert_absmax(self.absmax, self.nested_absmax, self.nested_offset, expert)
-        return torch_ops.dequantize_expert(self.packed[expert], absmax, self.quant_type, dtype).clone()
+        values = torch_ops.dequantize_expert(self.packed[expert], absmax, self.quant_type, dtype)
+        return values if reuse else values.clone()
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All experts as a new tensor ``[E, N, K]``."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_qmoe import metadata
-from hf_qmoe.layout import stack_names
+from hf_qmoe.layout import check_values, float_stack_shapes, is_transposed, stack_names
+from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import get_format
 from hf_qmoe.packed import PackedStack
 
@@ -39,6 +40,33 @@ def as_used(tensor: Tensor) -> Tensor:
     return tensor.view(torch.float32) if tensor.dtype == torch.int32 else tensor
 
 
+def pack_float_stacks(
+    module: nn.Module, quant_type: str, blocksize: int, double_quant: bool
+) -> dict[str, PackedStack]:
+    """Packs the float stacks of `module` by name, one at a time, and takes each from it.
+
+    On the meta device the stacks are empty and the module keeps its parameters.
+
+    Raises:
+        ValueError: a shape or format that cannot be packed, or weights that are not finite; nothing was changed.
+    """
+    if not any(p.is_meta for p in module.parameters()):
+        check_values(module, quant_type)
+    stacks = {
+        name: PackedStack.empty(*shape, quant_type, blocksize, double_quant, getattr(module, name).device)
+        for name, shape in float_stack_shapes(module).items()
+    }
+    transposed = is_transposed(module)
+    for name, stack in stacks.items():
+        weights = getattr(module, name)
+        if weights.is_meta:
+            continue
+        for expert, weight in enumerate(weights.detach()):
+            stack.quantize_expert_(expert, weight.t() if transposed else weight)
+        setattr(module, name, None)  # one stack of full-precision weights at a time
+    return stacks
+
+
 class PackedModule(nn.Module):
     """Holds `PackedStack`s as integer parameters (``requires_grad=False``) and their metadata as a buffer."""
 
@@ -61,6 +89,15 @@ class PackedModule(nn.Module):
         device = next(iter(stacks.values())).packed.device
         self._description = metadata.describe(stacks)
         self.register_buffer("quant_metadata", metadata.encode(self._description).to(device))
+        unload_when_interrupted(self)
+
+    def _forget_stacks(self) -> None:
+        """Undoes `_set_stacks`, but for the parameters that bear the stacks' own names."""
+        for name in self.stored_names:
+            if name not in self.stack_names:
+                delattr(self, name)
+        del self.quant_type, self.compute_dtype, self._description
+        stop_unloading(self)
 
     @classmethod
     def _check_quant_type(cls, quant_type: str) -> None:
@@ -78,7 +115,7 @@ class PackedModule(nn.Module):
     @property
     def packs_transposed(self) -> bool:
         """Whether the float layout is ``[E, in, out]``; packed bytes are ``[E, out, in]`` either way."""
-        return self.is_transposed
+        return is_transposed(self)
 
     def num_experts_of(self, name: str) -> int:
         """E of the stack `name`, as the module was built."""
@@ -151,10 +188,7 @@ class PackedModule(nn.Module):
         """Says why stored `tensors`, by name, cannot be this module's; `None` if they can. Missing ones can."""
         stored = tensors.get("quant_metadata")
         if isinstance(stored, Tensor):
-            try:
-                problem = metadata.mismatch(metadata.decode(stored), self._description)
-            except ValueError as error:
-                problem = str(error)
+            problem = metadata.problem(stored, self._description)
             if problem:
                 return problem
         for name, expected in self._expected_tensors().items():

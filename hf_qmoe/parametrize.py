@@ -25,7 +25,11 @@ from hf_qmoe.lazy_weight import lazy_weight
 from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import codebook, decompress_absmax
 from hf_qmoe.packed import PackedStack
-from hf_qmoe.packed_module import as_stored, as_used
+from hf_qmoe.packed_module import SUFFIXES, as_stored, as_used
+
+
+#: Tensors of a `PackedStack` beside its bytes.
+_SCALES = tuple(field for field in SUFFIXES if field != "packed")
 
 
 class PackedParametrization(nn.Module):
@@ -43,7 +47,7 @@ class PackedParametrization(nn.Module):
         self, stack: PackedStack, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool, fixed_dtype: bool
     ) -> None:
         super().__init__()
-        for field in ("absmax", "nested_absmax", "nested_offset"):
+        for field in _SCALES:
             tensor = getattr(stack, field)
             stored = None if tensor is None else nn.Parameter(as_stored(tensor), requires_grad=False)
             self.register_parameter(field, stored)
@@ -52,9 +56,9 @@ class PackedParametrization(nn.Module):
 
     def stack(self, packed: Tensor) -> PackedStack:
         """The weight as one value."""
-        scales = {name: as_used(tensor) for name, tensor in self.named_parameters(recurse=False)}
-        fields: dict[str, Any] = {**dict.fromkeys(("absmax", "nested_absmax", "nested_offset")), **scales}
-        return PackedStack(packed=packed, quant_type=self.quant_type, **fields)
+        stored = {field: getattr(self, field) for field in _SCALES}
+        scales: dict[str, Any] = {field: None if t is None else as_used(t) for field, t in stored.items()}
+        return PackedStack(packed=packed, quant_type=self.quant_type, **scales)
 
     def forward(self, packed: Tensor) -> Tensor:
         """The weight, as a `LazyWeight` (while torch.compile traces, as an ordinary tensor)."""
@@ -159,7 +163,8 @@ def parametrize_experts_prequantized(
         raise ValueError(f"the quant_state of {name} is for shape {shape}, not a matrix [N, K] or a stack [E, N, K]")
     absmax = quant_state.absmax
     if quant_state.nested:
-        absmax = decompress_absmax(absmax, quant_state.state2.absmax, quant_state.offset)
+        nested = quant_state.state2
+        absmax = decompress_absmax(absmax, nested.absmax, quant_state.offset, nested.code)
     experts, rows, columns = (1, *shape)[-3:]
     bits = 4 if quant_type in ("nf4", "fp4") else 8
     if experts * rows * columns % quant_state.blocksize:
@@ -375,10 +380,7 @@ def _check_state_dict(
     if isinstance(stored, Tensor) and found:
         # Not what the buffer says: a refused load may have written to it.
         own_description = metadata.describe({name: p.stack(packed) for name, p, packed in found})
-        try:
-            problems.append(metadata.mismatch(metadata.decode(stored), own_description))
-        except ValueError as error:
-            problems.append(str(error))
+        problems.append(metadata.problem(stored, own_description))
     for name, parametrization, packed in found:
         tensors = {"original": packed, **{f"0.{k}": t for k, t in parametrization.named_parameters(recurse=False)}}
         for key, tensor in tensors.items():

@@ -10,9 +10,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from hf_qmoe.layout import check_values, float_stack_shapes, follows_experts_interface
-from hf_qmoe.packed import PackedStack
-from hf_qmoe.packed_module import SUFFIXES, PackedModule
+from hf_qmoe.layout import float_stack_shapes
+from hf_qmoe.packed_module import PackedModule, pack_float_stacks
 from hf_qmoe.parametrize import attach_stack
 
 
@@ -40,18 +39,8 @@ class PendingParametrization(PackedModule):
         Raises:
             ValueError: a shape or format that cannot be packed, or weights that are not finite.
         """
-        shapes = float_stack_shapes(module)
-        compute_dtype = compute_dtype or next(getattr(module, name).dtype for name in shapes)
-        if not any(p.is_meta for p in module.parameters()):
-            check_values(module, quant_type)  # before the first change
-        transposed = follows_experts_interface(module) and bool(module.is_transposed)
-        stacks = {}
-        for name, shape in shapes.items():
-            weights = getattr(module, name).detach()
-            stacks[name] = PackedStack.empty(*shape, quant_type, blocksize, double_quant, weights.device)
-            for expert, weight in enumerate(() if weights.is_meta else weights):
-                stacks[name].quantize_expert_(expert, weight.t() if transposed else weight)
-            setattr(module, name, None)
+        compute_dtype = compute_dtype or next(getattr(module, name).dtype for name in float_stack_shapes(module))
+        stacks = pack_float_stacks(module, quant_type, blocksize, double_quant)
         module.__class__ = _pending_class(type(module))  # type: ignore[arg-type]
         assert isinstance(module, PendingParametrization)
         module._experts = {name: stack.num_experts for name, stack in stacks.items()}
@@ -64,11 +53,6 @@ class PendingParametrization(PackedModule):
         """Names of the packed parameters."""
         return tuple(self._experts)
 
-    @property
-    def packs_transposed(self) -> bool:
-        """Whether the float layout is ``[E, in, out]``; packed bytes are ``[E, out, in]`` then."""
-        return follows_experts_interface(self) and bool(self.is_transposed)
-
     def num_experts_of(self, name: str) -> int:
         """E of one stack."""
         return self._experts[name]
@@ -79,11 +63,8 @@ class PendingParametrization(PackedModule):
         shapes = {name: self.float_shape(name) for name in stacks}
         transposed, dtype = self.packs_transposed, self.compute_dtype
         assert dtype is not None
-        for name, stack in stacks.items():
-            for field in stack.tensors():
-                if field != "packed":
-                    delattr(self, name + SUFFIXES[field])
-        del self.quant_metadata, self.quant_type, self.compute_dtype, self._description, self._experts
+        self._forget_stacks()
+        del self._experts
         self.__class__ = self._model_class  # type: ignore[assignment]
         for name, stack in stacks.items():
             attach_stack(self, name, stack, shapes[name], dtype, fixed_dtype=True, transposed=transposed)

@@ -278,9 +278,9 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, nested_absmax, offset
 
 
-def decompress_absmax(codes: Tensor, nested_absmax: Tensor, offset: Tensor) -> Tensor:
-    """Inverse of `compress_absmax`: fp32 ``[G]``."""
-    code = codebook("int8", codes.device)
+def decompress_absmax(codes: Tensor, nested_absmax: Tensor, offset: Tensor, code: Tensor | None = None) -> Tensor:
+    """Inverse of `compress_absmax`: fp32 ``[G]``. `code` is the codebook, if it is not the one used there."""
+    code = codebook("int8", codes.device) if code is None else code
     absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         codes.reshape(-1), nested_absmax, code, NESTED_BLOCKSIZE, torch.float32
     )

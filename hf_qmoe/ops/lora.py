@@ -1,0 +1,134 @@
+"""LoRA of routed rows in factored form: ``scaling * (x A_e^T) B_e^T`` for each expert that was hit.
+
+The two matrices are PEFT's (`hf_qmoe.factors`). No update ``B_e A_e`` is built, and autograd keeps `x` and the factors
+themselves: ``x A_e^T`` is computed again in backward. Experts without rows get zero gradients. Operators rather than
+autograd functions, so that ``torch.compile`` need not look inside.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+#: Below this share of experts with rows, only their columns of ``lora_B`` are read.
+_FEW = 0.25
+
+
+@torch.library.custom_op("hf_qmoe::expert_lora", mutates_args=())
+def expert_lora(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float) -> Tensor:
+    """The low-rank term of rows sorted by expert.
+
+    Products run in the dtype of `x`, to which the factors are cast, one expert at a time.
+
+    Args:
+        x: ``[S, K]``, rows ``expert_offsets[e]:expert_offsets[e + 1]`` for expert e.
+        lora_A: ``[E * R, K]``, any float dtype.
+        lora_B: ``[N, R * E]``.
+        expert_offsets: int64 ``[E + 1]``, see `hf_qmoe.ops.schema.grouped_linear`; rows past the last get zeros.
+        scaling: of the product.
+
+    Returns:
+        ``[S, N]`` in the dtype of `x`.
+
+    Raises:
+        RuntimeError: shapes that do not belong together.
+    """
+    _check(x, lora_A, lora_B, expert_offsets)
+    hits = _hits(expert_offsets)
+    out = x.new_empty(x.shape[0], lora_B.shape[0])
+    experts_A, experts_B = _by_expert(lora_A, expert_offsets), _transposed(lora_B, expert_offsets, hits, x.dtype)
+    for index, (expert, start, end) in enumerate(hits):
+        hidden = x[start:end] @ experts_A[expert].to(x.dtype).t()
+        torch.mm(hidden.mul_(scaling), experts_B[index], out=out[start:end])
+    out[hits[-1][2] if hits else 0 :] = 0
+    return out
+
+
+@expert_lora.register_fake
+def _(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float) -> Tensor:
+    _check(x, lora_A, lora_B, expert_offsets)
+    return x.new_empty(x.shape[0], lora_B.shape[0])
+
+
+@torch.library.custom_op("hf_qmoe::expert_lora_backward", mutates_args=())
+def expert_lora_backward(
+    grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `expert_lora` to ``x``, ``lora_A`` and ``lora_B``, each in its tensor's shape and dtype."""
+    hits = _hits(expert_offsets)
+    grad_x, grad_A = torch.empty_like(x), torch.zeros_like(lora_A)
+    num_experts, rank = expert_offsets.shape[0] - 1, lora_A.shape[0] // (expert_offsets.shape[0] - 1)
+    # One row per (rank, expert), as in the transposed `lora_B`: each expert's rows are written where they belong.
+    grad_Bt = lora_B.new_zeros(rank, num_experts, lora_B.shape[0])
+    experts_A, experts_B = _by_expert(lora_A, expert_offsets), _transposed(lora_B, expert_offsets, hits, x.dtype)
+    grads_A = _by_expert(grad_A, expert_offsets)
+    for index, (expert, start, end) in enumerate(hits):
+        rows, down = x[start:end], experts_A[expert].to(x.dtype)
+        scaled = grad[start:end]
+        hidden = (rows @ down.t()).mul_(scaling)
+        grad_hidden = (scaled @ experts_B[index].t()).mul_(scaling)
+        grad_Bt[:, expert] = hidden.t() @ scaled
+        grads_A[expert] = grad_hidden.t() @ rows
+        torch.mm(grad_hidden, down, out=grad_x[start:end])
+    grad_x[hits[-1][2] if hits else 0 :] = 0
+    return grad_x, grad_A, grad_Bt.view(rank * num_experts, -1).t().contiguous()
+
+
+@expert_lora_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(lora_A), torch.empty_like(lora_B)
+
+
+def _hits(expert_offsets: Tensor) -> list[tuple[int, int, int]]:
+    """Experts with rows: ``(expert, start, end)``."""
+    bounds = pairwise(expert_offsets.tolist())
+    return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
+
+
+def _by_expert(lora_A: Tensor, expert_offsets: Tensor) -> Tensor:
+    return lora_A.view(expert_offsets.shape[0] - 1, -1, lora_A.shape[1])
+
+
+def _transposed(
+    lora_B: Tensor, expert_offsets: Tensor, hits: list[tuple[int, int, int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """``B_e^T`` ``[R, N]`` of the experts in `hits`, in `dtype`."""
+    features, num_experts = lora_B.shape[0], expert_offsets.shape[0] - 1
+    if len(hits) < _FEW * num_experts:
+        experts = lora_B.view(features, -1, num_experts)
+        return [experts[:, :, expert].t().to(dtype, memory_format=torch.contiguous_format) for expert, _, _ in hits]
+    rows = torch.empty(lora_B.shape[1], features, dtype=dtype, device=lora_B.device).copy_(lora_B.t())
+    return [rows.view(-1, num_experts, features)[:, expert] for expert, _, _ in hits]
+
+
+def _check(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor) -> None:
+    num_experts = expert_offsets.shape[0] - 1
+    torch._check(
+        x.ndim == 2 and lora_A.ndim == 2 and lora_A.shape[1] == x.shape[1],
+        lambda: f"lora_A must be [E * R, {x.shape[-1]}], got {tuple(lora_A.shape)}",
+    )
+    torch._check(
+        lora_B.ndim == 2 and lora_B.shape[1] == lora_A.shape[0] and lora_A.shape[0] % num_experts == 0,
+        lambda: (
+            f"lora_A {tuple(lora_A.shape)} and lora_B {tuple(lora_B.shape)} are no [E * R, K] and [N, R * E] for "
+            f"{num_experts} experts"
+        ),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, lora_A, lora_B, expert_offsets = ctx.saved_tensors
+    grads = expert_lora_backward(grad.contiguous(), x, lora_A, lora_B, expert_offsets, ctx.scaling)
+    return (*grads, None, None)
+
+
+expert_lora.register_autograd(_backward, setup_context=_save)

@@ -1,6 +1,7 @@
 """Mixture-of-Experts models in 4 bit for transformers and PEFT, correct under gradient checkpointing.
 
-Importing this package registers the method ``qmoe`` with transformers; that is its only side effect.
+Importing this package registers the method ``qmoe`` with transformers and teaches PEFT's LoRA to adapt packed experts;
+that is its only side effect.
 """
 
 from hf_qmoe.versions import check_versions
@@ -10,6 +11,7 @@ check_versions()
 
 from hf_qmoe.config import QMoEConfig  # noqa: E402
 from hf_qmoe.experts import Experts4bit, ExpertsNbit  # noqa: E402
+from hf_qmoe.lora.merge_model import merge_adapter  # noqa: E402
 from hf_qmoe.matmul import matmul_4bit  # noqa: E402
 from hf_qmoe.parametrize import parametrize_experts, parametrize_experts_prequantized  # noqa: E402
 from hf_qmoe.quantizer import quantize_experts  # noqa: E402
@@ -23,6 +25,7 @@ __all__ = [
     "ExpertsNbit",
     "QMoEConfig",
     "matmul_4bit",
+    "merge_adapter",
     "parametrize_experts",
     "parametrize_experts_prequantized",
     "quantize_experts",

@@ -6,16 +6,19 @@ one reused buffer, used, and forgotten; backward unpacks it again. What autograd
 parameters themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
+from hf_qmoe.factors import LoraFactors
 from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.ops.bias import add_expert_bias
+from hf_qmoe.ops.lora import expert_lora
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import PackedModule, pack_float_stacks
 from hf_qmoe.routing import Routing, route
@@ -200,7 +203,13 @@ class ExpertsNbit(PackedModule):
         if not follows_experts_interface(module):
             raise TypeError(f"{type(module).__name__} is not an experts module of transformers' experts interface")
         cls._check_quant_type(quant_type)
-        stacks = pack_float_stacks(module, quant_type, blocksize, double_quant)
+        return cls.from_stacks(module, pack_float_stacks(module, quant_type, blocksize, double_quant), compute_dtype)
+
+    @classmethod
+    def from_stacks(
+        cls, module: nn.Module, stacks: dict[str, PackedStack], compute_dtype: torch.dtype | None
+    ) -> "ExpertsNbit":
+        """As `from_experts`, with `stacks` that are packed already, by parameter name."""
         module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
         assert isinstance(module, ExpertsNbit)
         module._set_stacks(stacks, compute_dtype)
@@ -224,10 +233,15 @@ class ExpertsNbit(PackedModule):
         self.__class__ = self._model_class  # type: ignore[assignment]
         return self
 
+    @property
+    def plain_class(self) -> type["ExpertsNbit"]:
+        """`ExpertsNbit` or `Experts4bit`, whatever model's class the module is an instance of besides."""
+        return next(c for c in type(self).__mro__ if issubclass(c, ExpertsNbit) and c._model_class is None)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._model_class is None:
             return super().__reduce_ex__(protocol)
-        return _new_packed, (_plain_class(type(self)), self._model_class), self.__dict__.copy()
+        return _new_packed, (self.plain_class, self._model_class), self.__dict__.copy()
 
     def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
         """``[S, 2I]`` to ``[S, I]``; a model's own ``_apply_gate`` takes the place of this one."""
@@ -245,6 +259,7 @@ class ExpertsNbit(PackedModule):
         *,
         router_indices: Tensor | None = None,
         routing_weights: Tensor | None = None,
+        lora_factors: Mapping[str, Sequence[LoraFactors]] | None = None,
     ) -> Tensor:
         """Runs each token through its experts.
 
@@ -252,13 +267,15 @@ class ExpertsNbit(PackedModule):
             hidden_states: ``[T, H]``.
             top_k_index: int ``[T, k]``, experts of each token (gpt-oss calls it ``router_indices``).
             top_k_weights: ``[T, k]``, weight of each (``routing_weights``).
+            lora_factors: adapters by parameter name; each adds its low-rank term for the routed rows, in the dtype of
+                the products. Arguments rather than state, so that nothing is left behind by a forward that raises.
 
         Returns:
             ``[T, H]`` in the dtype of `hidden_states`. Products run in the compute dtype; the k experts of a token are
             weighted and added in float32 (float64 for float64 products).
 
         Raises:
-            RuntimeError: a parametrization sits on the packed parameters, as PEFT's ``target_parameters`` puts there.
+            RuntimeError: a parametrization sits on the packed parameters, as PEFT without `hf_qmoe` would put there.
             ValueError: shapes that do not belong together.
         """
         top_k_index = router_indices if top_k_index is None else top_k_index
@@ -269,11 +286,12 @@ class ExpertsNbit(PackedModule):
         compute_dtype = self._product_dtype(hidden_states)
         routing = route(top_k_index, self.num_experts)
         up_name, down_name = self.stack_names
+        lora = lora_factors or {}
 
         rows = gather_tokens(hidden_states.to(compute_dtype), routing.perm, routing.inverse, top_k_index.shape[1])
-        rows = self._project(rows, up_name, routing)
+        rows = self._project(rows, up_name, routing, lora.get(up_name, ()))
         rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-        rows = self._project(rows.to(compute_dtype), down_name, routing)
+        rows = self._project(rows.to(compute_dtype), down_name, routing, lora.get(down_name, ()))
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)  # type: ignore[operator]  # the model's submodule
         rows = scatter_tokens(rows, routing.perm, routing.inverse)
@@ -284,8 +302,11 @@ class ExpertsNbit(PackedModule):
         out: Tensor = (per_token * weights.unsqueeze(-1)).sum(dim=1)
         return out.to(hidden_states.dtype)
 
-    def _project(self, rows: Tensor, name: str, routing: Routing) -> Tensor:
+    def _project(self, rows: Tensor, name: str, routing: Routing, lora: Sequence[LoraFactors]) -> Tensor:
         out = frozen_grouped_linear(rows, self.stack(name), routing.offsets)
+        for lora_A, lora_B, scaling, dropout in lora:
+            x = rows if dropout is None else dropout(rows)
+            out = out + expert_lora(x, lora_A, lora_B, routing.offsets, scaling)
         if not self.has_bias:
             return out
         bias: Tensor = getattr(self, f"{name}_bias")
@@ -300,12 +321,11 @@ class ExpertsNbit(PackedModule):
         return self.compute_dtype or hidden_states.dtype
 
     def _check_call(self, hidden_states: Tensor, top_k_index: Tensor | None, top_k_weights: Tensor | None) -> None:
-        if "parametrizations" in self._modules:
+        if any(parametrize.is_parametrized(self, name) for name in self.stored_names):
             raise RuntimeError(
-                f"a parametrization was put on the packed weights of {type(self).__name__} (PEFT's "
-                "`target_parameters` does this, and PEFT makes that of `all-linear`, `gate_proj`, `up_proj` and "
-                "`down_proj` too). It would train without them. Target the attention projections with "
-                "`target_modules`; packed bytes cannot be parametrized."
+                f"a parametrization was put on the packed weights of {type(self).__name__}. It would train without "
+                "them: packed bytes cannot be parametrized. If this is PEFT's LoRA: `import hf_qmoe` before the "
+                "adapter is made, and use a `LoraConfig`."
             )
         if top_k_index is None or top_k_weights is None:
             raise ValueError("experts need hidden_states, top_k_index and top_k_weights")
@@ -335,10 +355,6 @@ def _packed_class(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> ty
     if own_gate is not None:
         members["_apply_gate"] = own_gate
     return type(f"{model_class.__name__}Nbit", (packed, model_class), members)
-
-
-def _plain_class(packed: type[ExpertsNbit]) -> type[ExpertsNbit]:
-    return next(c for c in packed.__mro__ if issubclass(c, ExpertsNbit) and c._model_class is None)
 
 
 def _new_packed(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> ExpertsNbit:

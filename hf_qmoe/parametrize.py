@@ -10,7 +10,10 @@ counter goes negative. Here the cache is not used at all, not even one that some
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_qmoe import metadata
 from hf_qmoe.lazy_weight import lazy_weight
+from hf_qmoe.lora_weight import Term, lora_weight
 from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import codebook, decompress_absmax
 from hf_qmoe.packed import PackedStack
@@ -254,6 +258,39 @@ def packed_parametrizations(module: nn.Module) -> Iterator[tuple[str, PackedPara
                 yield name, chain[0], chain.original  # type: ignore[misc]
 
 
+@dataclass
+class _Adapted:
+    """Terms for one parameter in one forward, and the weight with them once it was read.
+
+    One weight for all reads: it splits its factors into experts once, while each split has gradients of full size.
+    """
+
+    terms: Sequence[Term]
+    weight: Tensor | None = None
+
+
+#: What is to be added to packed weights, by module and name, within `lora_terms`.
+_ADAPTED: ContextVar[Mapping[tuple[int, str], _Adapted]] = ContextVar("hf_qmoe_adapted", default={})  # noqa: B039
+
+#: Attribute of modules that have been adapted: reading the others' weights never asks for a context variable, which
+#: torch.compile cannot trace.
+_MARK = "_qmoe_adapted"
+
+
+@contextmanager
+def lora_terms(module: nn.Module, name: str, terms: Sequence[Term]) -> Iterator[None]:
+    """Within it, reading the packed parameter `name` of `module` gives its weight with `terms` added.
+
+    In this thread, and undone however the forward ends: by an error, or early by checkpointing.
+    """
+    module.__dict__[_MARK] = True
+    token = _ADAPTED.set({**_ADAPTED.get(), (id(module), name): _Adapted(terms)})
+    try:
+        yield
+    finally:
+        _ADAPTED.reset(token)
+
+
 def restore_parameter(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
     """Undoes `parametrize_experts`: a float parameter with the dequantized values, `dtype` or that of the weight.
 
@@ -286,12 +323,18 @@ def _adapt_class(module: nn.Module, name: str) -> None:
         if any(type(p).__module__.startswith("peft.") for p in (chain, *chain.modules())):
             raise RuntimeError(
                 f"PEFT put LoRA on the packed {name} of {type(self).__bases__[0].__name__} as a parametrization. Its "
-                "factors would get wrong gradients, or none. Target the attention projections with `target_modules`."
+                "factors would get wrong gradients, or none. `import hf_qmoe` before the adapter is made, and use a "
+                "`LoraConfig`."
             )
         # Never through torch's global cache, which would hand out the weight as it was when somebody switched it on.
         # With other parametrizations behind ours (adapters), caching is theirs to ask for.
         weight: Tensor = chain() if len(chain) == 1 else stock.fget(self)
-        return weight
+        adapted = _ADAPTED.get().get((id(self), name)) if _MARK in self.__dict__ else None
+        if adapted is None:
+            return weight
+        if adapted.weight is None:
+            adapted.weight = lora_weight(weight, adapted.terms)
+        return adapted.weight
 
     setattr(cls, name, property(read, stock.fset))
     cls.__reduce_ex__, cls.__deepcopy__ = _reduce, _deepcopy

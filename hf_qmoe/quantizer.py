@@ -132,6 +132,22 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         attach_counters(model)
         return model
 
+    # -- partly float -----------------------------------------------------------------------------------------------
+
+    def leave_out(self, model: PreTrainedModel, paths: list[str]) -> None:
+        """Takes note that the modules at `paths` hold float weights now (a merge has un-quantized them).
+
+        The config lists them from then on, so that the model can be saved and loaded again. A model with nothing
+        quantized in it is an ordinary float one.
+        """
+        if not quantized_parameter_names(model):
+            self._dequantize(model, model.dtype)
+            self.remove_quantization_config(model)
+            return
+        config = self.quantization_config
+        config.modules_to_not_convert = [*(config.modules_to_not_convert or []), *paths]
+        set_saved_conversions(model, getattr(model, _FLOAT_CONVERSIONS, None) or default_conversions(model))
+
     # -- back to float ------------------------------------------------------------------------------------------
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -1,15 +1,16 @@
-"""Telling transformers about the method. Importing `hf_qmoe` does this once; doing it again is harmless."""
+"""Telling transformers and PEFT about the method. Importing `hf_qmoe` does this once; doing it again is harmless."""
 
 from typing import Any
 
 from transformers.quantizers import auto
 
 from hf_qmoe.config import QUANT_METHOD, QMoEConfig
+from hf_qmoe.lora import hooks
 from hf_qmoe.quantizer import HintingBnb4BitHfQuantizer, QMoEHfQuantizer
 
 
 def register() -> None:
-    """Puts `QMoEConfig` and its quantizer into transformers' registries.
+    """Puts `QMoEConfig` and its quantizer into transformers' registries, and wraps the methods PEFT needs wrapped.
 
     Raises:
         ImportError: another package has registered a method of the same name.
@@ -19,6 +20,7 @@ def register() -> None:
     current = auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
     if current.__name__ in ("Bnb4BitHfQuantizer", HintingBnb4BitHfQuantizer.__name__):
         auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = HintingBnb4BitHfQuantizer
+    hooks.install()
 
 
 def _put(registry: dict[str, Any], name: str, cls: type) -> None:

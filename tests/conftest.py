@@ -10,6 +10,8 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from peft import LoraModel
+
 from tests.support.models import FAMILIES, save_tiny
 
 
@@ -53,3 +55,16 @@ def warnings_logged() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def stock_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT as it is where `hf_qmoe.lora` was not installed: each method that it wraps is PEFT's own again."""
+    restored = 0
+    for name, value in list(vars(LoraModel).items()):
+        function = getattr(value, "__func__", value)
+        original = getattr(function, "_qmoe_original", None)
+        if original is not None:
+            monkeypatch.setattr(LoraModel, name, staticmethod(original) if function is not value else original)
+            restored += 1
+    assert restored

@@ -1,0 +1,114 @@
+"""What an adapter's config asks of packed experts, checked before PEFT changes the model."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+from peft import LoraConfig
+from torch import nn
+
+from hf_qmoe.layout import follows_experts_interface
+from hf_qmoe.logging import get_logger
+from hf_qmoe.lora.packed import packed_modules, without_base_layer
+
+
+logger = get_logger(__name__)
+
+#: Options of `LoraConfig` that change what LoRA computes and have no factored form on routed rows.
+_UNSUPPORTED = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "velora_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+)
+
+#: From this version on, PEFT's ``lora_A`` maps from in_features where experts are stored ``[E, out, in]``.
+_AXES_FIXED = Version("0.19.0")
+
+#: Names that experts' projections had while they were linears.
+_LINEAR_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "all-linear", "experts")
+
+
+def targeted_parameters(model: nn.Module, targets: Iterable[str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Packed parameters that ``target_parameters`` match: path of the module in the float model, module, name."""
+    targets = list(targets)
+    for path, module, names in packed_modules(model):
+        float_path = without_base_layer(path)
+        for name in names:
+            if matches(f"{float_path}.{name}", targets):
+                yield float_path, module, name
+
+
+def matches(full_name: str, targets: Iterable[str]) -> bool:
+    """Whether PEFT takes the parameter for one of ``target_parameters``: its whole name, or the end of it."""
+    return any(full_name == target or full_name.endswith(f".{target}") for target in targets)
+
+
+def check_config(config: LoraConfig, model: nn.Module) -> None:
+    """Raises before anything is changed, where LoRA on packed experts would fail later or do something else.
+
+    Raises:
+        ValueError: targets that exist nowhere, a dropout that is no probability, options that a factored form cannot
+            do, or an adapter whose axes an old PEFT had the wrong way round.
+    """
+    targets = list(config.target_parameters or [])
+    packed = list(targeted_parameters(model, targets))
+    if not packed:
+        _check_matched(config, model, targets)
+        return
+    if not 0.0 <= config.lora_dropout <= 1.0:
+        raise ValueError(f"lora_dropout must be a probability, 0 <= p <= 1, got {config.lora_dropout}")
+    named = f"packed experts ({packed[0][0]}.{packed[0][2]}{', ...' if len(packed) > 1 else ''})"
+    used = [name for name in _UNSUPPORTED if getattr(config, name, None)]
+    if used:
+        raise ValueError(
+            f"LoRA on {named} does not work with {', '.join(used)}; leave it out, or target linears alone with "
+            "`target_modules` and no `target_parameters`"
+        )
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} needs weights in full precision, which {named} do not "
+            "have; use True, False or 'gaussian'"
+        )
+    _check_axes(config, packed)
+
+
+def _check_matched(config: LoraConfig, model: nn.Module, targets: list[str]) -> None:
+    parameters = [name for name, _ in model.named_parameters()]
+    if targets and not any(matches(without_base_layer(name), targets) for name in parameters):
+        experts = sorted(
+            {f"{without_base_layer(path)}.{n}" for path, _, names in packed_modules(model) for n in names}
+        )
+        raise ValueError(
+            f"target_parameters={targets} match no parameter of the model, so its experts would not be adapted; "
+            f"it has {', '.join(experts[:4])}{', ...' if len(experts) > 4 else ''}"
+        )
+    modules: Any = config.target_modules or ()
+    names = [modules] if isinstance(modules, str) else list(modules)
+    if any(name.rpartition(".")[2] in _LINEAR_NAMES for name in names):
+        logger.warning(
+            "No packed experts are adapted: PEFT takes target_modules for linears, which the fused experts of this "
+            "model are not. To adapt them, use target_parameters=hf_qmoe.lora_targets(model).experts."
+        )
+
+
+def _check_axes(config: LoraConfig, packed: list[tuple[str, nn.Module, str]]) -> None:
+    try:
+        version = Version(str(getattr(config, "peft_version", None)).partition("@")[0])
+    except InvalidVersion:
+        return
+    if version >= _AXES_FIXED:
+        return
+    for path, module, name in packed:
+        if not (follows_experts_interface(module) and module.is_transposed):
+            raise ValueError(
+                f"the adapter was saved by PEFT {version}, which had in_features and out_features of {path}.{name} "
+                "the wrong way round: its factors do not fit, or fit by chance and mean something else. Train it "
+                f"again with PEFT {_AXES_FIXED} or newer"
+            )

@@ -1,0 +1,206 @@
+"""Where PEFT is told of packed experts: methods of its `LoraModel`, wrapped when `hf_qmoe` is imported.
+
+PEFT can register custom LoRA layers per config only, which an adapter on disk does not remember. Each wrapped method
+does what PEFT's does for a model without packed parameters.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+from accelerate import init_empty_weights
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.lora import loading
+from hf_qmoe.lora.checks import check_config, targeted_parameters
+from hf_qmoe.lora.merge import forget_packed, unquantized_modules
+from hf_qmoe.lora.names import float_names
+from hf_qmoe.lora.packed import packed_modules, packed_parameter, without_base_layer
+from hf_qmoe.lora.weighted import allow_stacks, combine, skip_stacks
+from hf_qmoe.lora.wrapper import ParamWrapper
+
+
+_ORIGINAL = "_qmoe_original"
+_PATTERN_WARNING = re.compile(r"The following (rank|alpha)_pattern keys did not match any targeted module")
+
+
+def install() -> None:
+    """Wraps PEFT's methods. Doing it again, also after a reload of this package, wraps PEFT's own once."""
+    for cls, hooks in ((LoraModel, _HOOKS), (PeftModel, _LOADING_HOOKS)):
+        for name, hook in hooks.items():
+            current = cls.__dict__.get(name) or getattr(cls, name)
+            kind = type(current) if isinstance(current, staticmethod | classmethod) else None
+            function = current.__func__ if kind else current
+            original = getattr(function, _ORIGINAL, function)
+            wrapped = wraps(original)(hook(original))
+            setattr(wrapped, _ORIGINAL, original)
+            setattr(cls, name, kind(wrapped) if kind else wrapped)
+
+
+def _has_packed(model: nn.Module) -> bool:
+    return any(True for _ in packed_modules(model))
+
+
+def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        if not _has_packed(model):
+            return original(self, model, adapter_name, *args, **kwargs)
+        with float_names(model), _right_about_patterns(self, adapter_name):
+            return original(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Called after PEFT has worked out the targets and before it changes the first module.
+    def prepare_model(self: Any, peft_config: LoraConfig, model: nn.Module) -> Any:
+        if _has_packed(model):
+            check_config(peft_config, model)
+        return original(self, peft_config, model)
+
+    return prepare_model
+
+
+def _inject_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    # PEFT finds a parametrized parameter by its whole name only, in alphabetical order, and not a second time.
+    def inject_parameters(
+        self: Any, peft_config: LoraConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        targets = list(peft_config.target_parameters or [])
+        found = [t for t in targeted_parameters(model, targets) if not isinstance(t[1], ExpertsNbit)]
+        if not found:
+            return original(self, peft_config, model, adapter_name, low_cpu_mem_usage)  # type: ignore[no-any-return]
+        keys = [f"{path}.{name}" for path, _, name in found]
+        others = copy.copy(peft_config)
+        others.target_parameters = [target for target in targets if target not in keys]
+        names: list[str] = original(self, others, model, adapter_name, low_cpu_mem_usage)
+        for key, (path, _, name) in zip(keys, found, strict=True):
+            parent_path, _, child_name = path.rpartition(".")
+            parent, target = model.get_submodule(parent_path), model.get_submodule(path)
+            self._check_target_module_compatiblity(peft_config, model, child_name)
+            with init_empty_weights() if low_cpu_mem_usage else nullcontext():
+                self._create_and_replace(
+                    peft_config,
+                    adapter_name,
+                    _existing_wrapper(target, name) or target,
+                    child_name,
+                    parent,
+                    current_key=key,
+                    parameter_name=name,
+                )
+        return names + keys
+
+    return inject_parameters
+
+
+def _existing_wrapper(module: nn.Module, name: str) -> nn.Module | None:
+    while isinstance(module, ParamWrapper):
+        if module.parameter_name == name:
+            return module
+        module = module.base_layer
+    return None
+
+
+def _create_new_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        name = kwargs.get("parameter_name")
+        if name is None or packed_parameter(base, name) is None:
+            return original(lora_config, adapter_name, target, **kwargs)
+        kwargs.pop("device_map", None)
+        return ParamWrapper(target, adapter_name, config=lora_config, **kwargs)
+
+    return create_new_module
+
+
+def _check_merge_allowed(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Called before the first module is merged.
+    def check_merge_allowed(self: Any) -> Any:
+        result = original(self)
+        packed: dict[int, tuple[int, int]] = {}
+        for module in self.model.modules():
+            if isinstance(module, ParamWrapper):
+                packed.update(_cost(module.get_base_layer(), module.parameter_name))
+        if packed:
+            now, then = (sum(nbytes) for nbytes in zip(*packed.values(), strict=True))
+            warnings.warn(
+                f"Merging LoRA into packed experts un-quantizes them, since 4 bits cannot hold an update: they take "
+                f"{then / 2**30:.2f} GiB instead of {now / 2**30:.2f} GiB then. To keep them packed at a loss of "
+                "accuracy, use hf_qmoe.merge_adapter(model, requantize=True); to merge into the float checkpoint, "
+                "`hf-qmoe merge`.",
+                stacklevel=3,
+            )
+        return result
+
+    return check_merge_allowed
+
+
+def _cost(module: nn.Module, name: str) -> dict[int, tuple[int, int]]:
+    """Bytes now and after un-quantizing, by parameter, of what a merge into `name` un-quantizes."""
+    names = module.stack_names if isinstance(module, ExpertsNbit) else (name,)
+    costs = {}
+    for own_name in names:
+        parameter = packed_parameter(module, own_name)
+        if parameter is not None:
+            key = hash((id(module), own_name))
+            costs[key] = (parameter.stack.nbytes, parameter.stack.numel * parameter.dtype.itemsize)
+    return costs
+
+
+def _unload(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, *args, **kwargs)
+        paths = unquantized_modules(model)
+        for path in paths:
+            forget_packed(model.get_submodule(path))
+        leave_out = getattr(getattr(model, "hf_quantizer", None), "leave_out", None)
+        if paths and leave_out is not None:
+            leave_out(model, paths)
+        return model
+
+    return unload_and_optionally_merge
+
+
+@contextmanager
+def _right_about_patterns(tuner: Any, adapter_name: str) -> Iterator[None]:
+    """Corrects PEFT's warning that a rank or alpha pattern is ignored: it does not look at parameters, which match."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            recorded = list(caught)
+    config = tuner.peft_config[adapter_name]
+    names = [without_base_layer(n) for n in (*tuner.targeted_module_names, *tuner.targeted_parameter_names)]
+    for warning in recorded:
+        message = str(warning.message)
+        found = _PATTERN_WARNING.match(message)
+        if found:
+            kind = f"{found[1]}_pattern"
+            unused = sorted(p for p in getattr(config, kind) if not any(re.match(rf"(.*\.)?({p})$", n) for n in names))
+            if not unused:
+                continue
+            message = f"The following {kind} keys match no adapted module or parameter and are ignored: {unused}."
+        warnings.warn_explicit(message, warning.category, warning.filename, warning.lineno)
+
+
+_HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "inject_adapter": _inject_adapter,
+    "_prepare_model": _prepare_model,
+    "_inject_parameters": _inject_parameters,
+    "_create_new_module": _create_new_module,
+    "_check_merge_allowed": _check_merge_allowed,
+    "_unload_and_optionally_merge": _unload,
+    "_check_add_weighted_adapter": allow_stacks,
+    "add_weighted_adapter": combine,
+    "_svd_generalized_task_arithmetic_weighted_adapter": skip_stacks,
+}
+_LOADING_HOOKS = {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}

@@ -1,0 +1,95 @@
+"""Loading a saved adapter onto packed experts: all of it, or nothing.
+
+PEFT warns of tensors that an adapter lacks, is silent about those it has too many, and when shapes differ leaves a
+model with a new, untrained adapter. An adapter of another model would so train or answer with experts half adapted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor, nn
+
+from hf_qmoe.lora.wrapper import ParamWrapper
+
+
+def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``PeftModel.load_adapter``, which raises unless every LoRA tensor has found its place.
+
+    A new adapter that does not fit is removed again; of one that was there before, the tensors are put back.
+    """
+
+    def load(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        before = _tensors(self, adapter_name)
+        kept = {name: tensor.detach().clone() for name, tensor in before.items() if not tensor.is_meta}
+        known = adapter_name in self.peft_config
+        problem = None
+        try:
+            result = original(self, model_id, adapter_name, *args, **kwargs)
+        except RuntimeError as error:
+            if not _is_packed(self):
+                raise
+            problem = str(error).partition("\n")[2].strip() or str(error)
+        else:
+            if _is_packed(self):
+                problem = _incomplete(result)
+        if problem is None:
+            return result
+        if known:
+            for name, tensor in _tensors(self, adapter_name).items():
+                if name in kept:
+                    tensor.data.copy_(kept[name])
+        elif adapter_name in self.peft_config:
+            self.delete_adapter(adapter_name)
+        raise ValueError(
+            f"the adapter {str(model_id)!r} does not fit this model, nothing of it was loaded: {problem}. It belongs "
+            "to another architecture, or its config says another rank or other targets than its tensors have"
+        )
+
+    return load
+
+
+def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``PeftModel.from_pretrained``, which leaves the model as it was when the adapter does not fit."""
+
+    def load(cls: type[PeftModel], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+        flags = [(p, p.requires_grad) for p in model.parameters()]
+        try:
+            return original(cls, model, *args, **kwargs)
+        except ValueError:
+            if not before and _is_packed(model):
+                _unwrap(model)
+                for parameter, requires_grad in flags:
+                    parameter.requires_grad_(requires_grad)
+            raise
+
+    return load
+
+
+def _is_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, ParamWrapper) for module in model.modules())
+
+
+def _tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
+    return {n: p for n, p in model.named_parameters() if "lora_" in n and f".{adapter_name}." in n}
+
+
+def _incomplete(result: Any) -> str | None:
+    """What PEFT's load result says is missing or left over; `None` if nothing is."""
+    problems = []
+    for what, keys in (("lacks", result.missing_keys), ("has no place for", result.unexpected_keys)):
+        keys = [key for key in keys if "lora_" in key]
+        if keys:
+            problems.append(f"it {what} {len(keys)} tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})")
+    return "; ".join(problems) or None
+
+
+def _unwrap(model: nn.Module) -> None:
+    """Takes all of PEFT's layers out of `model`, which had none."""
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "get_base_layer"):
+            parent, _, child = name.rpartition(".")
+            if hasattr(model.get_submodule(parent), child):
+                setattr(model.get_submodule(parent), child, module.get_base_layer())
+    model.__dict__.pop("peft_config", None)

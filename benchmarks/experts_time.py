@@ -40,7 +40,8 @@ class Size:
     threads: int = field(default_factory=torch.get_num_threads)
 
 
-def _float_experts(dims: Dims, implementation: str, stacks: Mapping[str, Tensor]) -> OlmoeExperts:
+def float_experts(dims: Dims, implementation: str, stacks: Mapping[str, Tensor]) -> OlmoeExperts:
+    """transformers' own experts module of size `dims`, with frozen float `stacks` by parameter name."""
     config = OlmoeConfig(hidden_size=dims.hidden, intermediate_size=dims.intermediate, num_experts=dims.experts)
     config._experts_implementation = implementation
     with torch.device("meta"):
@@ -51,7 +52,7 @@ def _float_experts(dims: Dims, implementation: str, stacks: Mapping[str, Tensor]
 
 
 def _whole_stack(dims: Dims, packed: ExpertsNbit) -> OlmoeExperts:
-    module = _float_experts(dims, "grouped_mm", {})
+    module = float_experts(dims, "grouped_mm", {})
     for name, stack in packed.stacks().items():
         setattr(module, name, nn.Parameter(stack.packed.view(-1, 1), requires_grad=False))
         assert stack.absmax is not None
@@ -73,7 +74,7 @@ def make_arms(dims: Dims) -> dict[str, Layer]:
     floats = {name: stack.dequantize(torch.bfloat16) for name, stack in packed.stacks().items()}
     return {
         "hf_qmoe": packed,
-        "bf16_grouped_mm": _float_experts(dims, "grouped_mm", floats),
+        "bf16_grouped_mm": float_experts(dims, "grouped_mm", floats),
         "whole_stack": _whole_stack(dims, packed),
     }
 
@@ -118,7 +119,7 @@ def _reference(size: Size, packed: Layer) -> dict[str, Tensor]:
     """The model's own eager experts in float32 on the dequantized weights."""
     assert isinstance(packed, ExpertsNbit)
     floats = {name: stack.dequantize(torch.float32) for name, stack in packed.stacks().items()}
-    reference = _float_experts(size.dims, "eager", floats)
+    reference = float_experts(size.dims, "eager", floats)
     outputs = {}
     for tokens in size.tokens:
         given = layers.inputs(size.dims, tokens, seed=tokens)

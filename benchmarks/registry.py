@@ -1,6 +1,6 @@
 """All benchmark cases by name."""
 
-from benchmarks import experts_time, linear_4bit, load_memory, streamed_memory, training_memory
+from benchmarks import expert_lora, experts_time, linear_4bit, load_memory, streamed_memory, training_memory
 from benchmarks.case import Case
 
 
@@ -10,6 +10,7 @@ CASES: dict[str, Case] = {
         training_memory.CASE,
         load_memory.CASE,
         experts_time.CASE,
+        expert_lora.CASE,
         streamed_memory.CASE,
         linear_4bit.CASE,
     )

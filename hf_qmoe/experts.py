@@ -18,7 +18,7 @@ from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_token
 from hf_qmoe.factors import LoraFactors
 from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.ops.bias import add_expert_bias
-from hf_qmoe.ops.lora import expert_lora
+from hf_qmoe.ops.lora import add_expert_lora
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import PackedModule, pack_float_stacks
 from hf_qmoe.routing import Routing, route
@@ -306,7 +306,7 @@ class ExpertsNbit(PackedModule):
         out = frozen_grouped_linear(rows, self.stack(name), routing.offsets)
         for lora_A, lora_B, scaling, dropout in lora:
             x = rows if dropout is None else dropout(rows)
-            out = out + expert_lora(x, lora_A, lora_B, routing.offsets, scaling)
+            out = add_expert_lora(out, x, lora_A, lora_B, routing.offsets, scaling)
         if not self.has_bias:
             return out
         bias: Tensor = getattr(self, f"{name}_bias")

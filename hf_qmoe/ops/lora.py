@@ -1,4 +1,4 @@
-"""LoRA of routed rows in factored form: ``scaling * (x A_e^T) B_e^T`` for each expert that was hit.
+"""LoRA of routed rows in factored form: adds ``scaling * (x A_e^T) B_e^T`` for each expert that was hit.
 
 The two matrices are PEFT's (`hf_qmoe.factors`). No update ``B_e A_e`` is built, and autograd keeps `x` and the factors
 themselves: ``x A_e^T`` is computed again in backward. Experts without rows get zero gradients. Operators rather than
@@ -16,47 +16,51 @@ from torch import Tensor
 _FEW = 0.25
 
 
-@torch.library.custom_op("hf_qmoe::expert_lora", mutates_args=())
-def expert_lora(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float) -> Tensor:
-    """The low-rank term of rows sorted by expert.
+@torch.library.custom_op("hf_qmoe::add_expert_lora", mutates_args=())
+def add_expert_lora(
+    rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float
+) -> Tensor:
+    """Adds the low-rank term of each expert to its rows; rows of no expert stay as they are.
 
-    Products run in the dtype of `x`, to which the factors are cast, one expert at a time.
+    Products run in the dtype of `x`, to which the factors are cast, one expert at a time; the sum is rounded once.
 
     Args:
+        rows: ``[S, N]``, sorted by expert, in the dtype of `x`.
         x: ``[S, K]``, rows ``expert_offsets[e]:expert_offsets[e + 1]`` for expert e.
         lora_A: ``[E * R, K]``, any float dtype.
         lora_B: ``[N, R * E]``.
-        expert_offsets: int64 ``[E + 1]``, see `hf_qmoe.ops.schema.grouped_linear`; rows past the last get zeros.
+        expert_offsets: int64 ``[E + 1]``, see `hf_qmoe.ops.schema.grouped_linear`.
         scaling: of the product.
 
     Returns:
-        ``[S, N]`` in the dtype of `x`.
+        ``[S, N]``.
 
     Raises:
-        RuntimeError: shapes that do not belong together.
+        RuntimeError: shapes or dtypes that do not belong together.
     """
-    _check(x, lora_A, lora_B, expert_offsets)
+    _check(rows, x, lora_A, lora_B, expert_offsets)
     hits = _hits(expert_offsets)
-    out = x.new_empty(x.shape[0], lora_B.shape[0])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     experts_A, experts_B = _by_expert(lora_A, expert_offsets), _transposed(lora_B, expert_offsets, hits, x.dtype)
     for index, (expert, start, end) in enumerate(hits):
         hidden = x[start:end] @ experts_A[expert].to(x.dtype).t()
-        torch.mm(hidden.mul_(scaling), experts_B[index], out=out[start:end])
-    out[hits[-1][2] if hits else 0 :] = 0
+        torch.addmm(rows[start:end], hidden.mul_(scaling), experts_B[index], out=out[start:end])
+    tail = hits[-1][2] if hits else 0
+    out[tail:] = rows[tail:]
     return out
 
 
-@expert_lora.register_fake
-def _(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float) -> Tensor:
-    _check(x, lora_A, lora_B, expert_offsets)
-    return x.new_empty(x.shape[0], lora_B.shape[0])
+@add_expert_lora.register_fake
+def _(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float) -> Tensor:
+    _check(rows, x, lora_A, lora_B, expert_offsets)
+    return rows.new_empty(rows.shape)
 
 
 @torch.library.custom_op("hf_qmoe::expert_lora_backward", mutates_args=())
 def expert_lora_backward(
     grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `expert_lora` to ``x``, ``lora_A`` and ``lora_B``, each in its tensor's shape and dtype."""
+    """Gradients of `add_expert_lora` to ``x``, ``lora_A`` and ``lora_B``, each in its tensor's shape and dtype."""
     hits = _hits(expert_offsets)
     grad_x, grad_A = torch.empty_like(x), torch.zeros_like(lora_A)
     num_experts, rank = expert_offsets.shape[0] - 1, lora_A.shape[0] // (expert_offsets.shape[0] - 1)
@@ -105,7 +109,7 @@ def _transposed(
     return [rows.view(-1, num_experts, features)[:, expert] for expert, _, _ in hits]
 
 
-def _check(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor) -> None:
+def _check(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor) -> None:
     num_experts = expert_offsets.shape[0] - 1
     torch._check(
         x.ndim == 2 and lora_A.ndim == 2 and lora_A.shape[1] == x.shape[1],
@@ -118,17 +122,22 @@ def _check(x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor) ->
             f"{num_experts} experts"
         ),
     )
+    expected = (x.shape[0], lora_B.shape[0])
+    torch._check(
+        rows.shape == expected and rows.dtype == x.dtype,
+        lambda: f"rows must be {x.dtype} {expected}, got {rows.dtype} {tuple(rows.shape)}",
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scaling = inputs
+    _, *tensors, ctx.scaling = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, lora_A, lora_B, expert_offsets = ctx.saved_tensors
     grads = expert_lora_backward(grad.contiguous(), x, lora_A, lora_B, expert_offsets, ctx.scaling)
-    return (*grads, None, None)
+    return (grad, *grads, None, None)
 
 
-expert_lora.register_autograd(_backward, setup_context=_save)
+add_expert_lora.register_autograd(_backward, setup_context=_save)

@@ -1,11 +1,11 @@
-"""`expert_lora` against an explicit loop in float64, in every dtype, for every kind of routing."""
+"""`add_expert_lora` against an explicit loop in float64, in every dtype, for every kind of routing."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from hf_qmoe.factors import split_lora_A, split_lora_B
-from hf_qmoe.ops.lora import expert_lora
+from hf_qmoe.ops.lora import add_expert_lora
 from tests.support.oracle import DTYPES, dtype_name, offsets_of
 
 
@@ -15,65 +15,63 @@ E, N, K, R, SCALING = 5, 24, 16, 3, 0.7
 ROUTINGS = {"some": (3, 0, 2, 4, 0), "all": (1, 2, 1, 3, 2), "one": (0, 0, 0, 0, 6), "none": (0, 0, 0, 0, 0)}
 
 
-def operands(dtype: torch.dtype, rows: int, factor_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeded ``x``, ``lora_A``, ``lora_B`` that ask for gradients."""
+def operands(dtype: torch.dtype, rows: int, factor_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Seeded ``rows``, ``x``, ``lora_A``, ``lora_B`` that ask for gradients."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, K), (E * R, K), (N, R * E))
-    dtypes = (dtype, factor_dtype or dtype, factor_dtype or dtype)
+    shapes = ((rows, N), (rows, K), (E * R, K), (N, R * E))
+    dtypes = (dtype, dtype, factor_dtype or dtype, factor_dtype or dtype)
     tensors = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
-    return tuple(tensor.requires_grad_() for tensor in tensors)  # type: ignore[return-value]
+    return tuple(tensor.requires_grad_() for tensor in tensors)
 
 
-def explicit(x: Tensor, lora_A: Tensor, lora_B: Tensor, offsets: Tensor) -> Tensor:
+def explicit(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, offsets: Tensor) -> Tensor:
     """The definition, element by element of PEFT's layouts."""
     out = []
     for expert in range(E):
-        rows = x[offsets[expert] : offsets[expert + 1]]
+        own = slice(offsets[expert], offsets[expert + 1])
         down = torch.stack([lora_A[expert * R + rank] for rank in range(R)])
         up = torch.stack([lora_B[:, rank * E + expert] for rank in range(R)], dim=1)
-        out.append(SCALING * (rows @ down.t()) @ up.t())
-    tail = x[offsets[-1] :]
-    return torch.cat([*out, tail.new_zeros(tail.shape[0], N)])
+        out.append(rows[own] + SCALING * (x[own] @ down.t()) @ up.t())
+    return torch.cat([*out, rows[offsets[-1] :]])
 
 
 @pytest.mark.parametrize("tail", [0, 2], ids=["own", "foreign-rows"])
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_value_and_gradients(dtype: torch.dtype, counts: tuple[int, ...], tail: int) -> None:
-    """Output and all gradients; rows of no expert give zeros and get zeros; unhit experts get zeros, not None."""
+    """Output and all gradients; rows of no expert stay as they are and x gets zeros for them; unhit experts get zeros, not None."""
     offsets = offsets_of(*counts)
-    x, lora_A, lora_B = operands(dtype, sum(counts) + tail)
-    reference = [t.detach().double().requires_grad_() for t in (x, lora_A, lora_B)]
-    out, expected = expert_lora(x, lora_A, lora_B, offsets, SCALING), explicit(*reference, offsets)
+    tensors = operands(dtype, sum(counts) + tail)
+    reference = [t.detach().double().requires_grad_() for t in tensors]
+    out, expected = add_expert_lora(*tensors, offsets, SCALING), explicit(*reference, offsets)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    actual = torch.autograd.grad(out, (x, lora_A, lora_B), grad)
+    actual = torch.autograd.grad(out, tensors, grad)
     wanted = torch.autograd.grad(expected, reference, grad.double())
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for a, b in zip((out, *actual), (expected, *wanted), strict=True):
         assert a.dtype == dtype
-        torch.testing.assert_close(
-            a.double(), b, rtol=0, atol=tolerance * max(b.abs().max().item() if b.numel() else 0, 1)
-        )
-    assert not out[offsets[-1] :].any()
-    assert not actual[0][offsets[-1] :].any()
+        largest = max(b.abs().max().item(), 1) if b.numel() else 1
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * largest)
+    assert torch.equal(out[offsets[-1] :], tensors[0][offsets[-1] :])
+    assert not actual[1][offsets[-1] :].any()
     unhit = [expert for expert, count in enumerate(counts) if not count]
-    assert not split_lora_A(actual[1], E)[unhit].any()
-    assert not split_lora_B(actual[2], E)[unhit].any()
+    assert not split_lora_A(actual[2], E)[unhit].any()
+    assert not split_lora_B(actual[3], E)[unhit].any()
 
 
 @pytest.mark.parametrize("factor_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
 def test_factors_of_another_dtype(dtype: torch.dtype, factor_dtype: torch.dtype) -> None:
     """Products run in the dtype of `x`; gradients come in the factors' own."""
-    x, lora_A, lora_B = operands(dtype, 9, factor_dtype)
+    tensors = operands(dtype, 9, factor_dtype)
     offsets = offsets_of(3, 0, 2, 4, 0)
-    out = expert_lora(x, lora_A, lora_B, offsets, SCALING)
-    cast = [t.detach().to(dtype).requires_grad_() for t in (x, lora_A, lora_B)]
-    same = expert_lora(*cast, offsets, SCALING)
+    out = add_expert_lora(*tensors, offsets, SCALING)
+    cast = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    same = add_expert_lora(*cast, offsets, SCALING)
     torch.testing.assert_close(out, same, rtol=0, atol=0)
-    grads = torch.autograd.grad(out.float().square().sum(), (x, lora_A, lora_B))
+    grads = torch.autograd.grad(out.float().square().sum(), tensors)
     others = torch.autograd.grad(same.float().square().sum(), cast)
-    assert [g.dtype for g in grads] == [dtype, factor_dtype, factor_dtype]
+    assert [g.dtype for g in grads] == [dtype, dtype, factor_dtype, factor_dtype]
     for a, b in zip(grads, others, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=0)
 
@@ -83,31 +81,51 @@ def test_gradcheck(counts: tuple[int, ...]) -> None:
     """Numerical gradients in float64."""
     offsets = offsets_of(*counts)
     tensors = operands(torch.float64, sum(counts) + 1)
-    assert torch.autograd.gradcheck(lambda *t: expert_lora(*t, offsets, SCALING), tensors)
+    assert torch.autograd.gradcheck(lambda *t: add_expert_lora(*t, offsets, SCALING), tensors)
 
 
 def test_is_a_well_formed_operator() -> None:
     """Schema, shape function and autograd registration agree (torch's own check)."""
-    torch.library.opcheck(expert_lora, (*operands(torch.float32, 9), offsets_of(3, 0, 2, 4, 0), SCALING))
+    torch.library.opcheck(add_expert_lora, (*operands(torch.float32, 9), offsets_of(3, 0, 2, 4, 0), SCALING))
+
+
+def test_the_sum_is_rounded_once() -> None:
+    """In bfloat16 the result is the exact sum, rounded: the term is not rounded before it is added."""
+    rows, x, lora_A, lora_B = (t.detach() for t in operands(torch.bfloat16, 9))
+    x[:] = x.sign()
+    lora_A[:] = 0.125 * lora_A.sign()  # exact products
+    lora_B[:] = 0.0625 * lora_B.sign()
+    offsets = offsets_of(3, 0, 2, 4, 0)
+    exact = explicit(*(t.double() for t in (rows, x, lora_A, lora_B)), offsets) - rows.double()
+    out = add_expert_lora(rows, x, lora_A, lora_B, offsets, 1.0)
+    torch.testing.assert_close(out, (rows.double() + exact / SCALING).bfloat16(), rtol=0, atol=0)
 
 
 def test_keeps_its_operands_alone() -> None:
-    """Saved for backward: the four tensors that came in, whatever was hit."""
-    x, lora_A, lora_B = operands(torch.float32, 9)
+    """Saved for backward: four of the tensors that came in, whatever was hit."""
+    rows, x, lora_A, lora_B = operands(torch.float32, 9)
     saved: list[int] = []
     for counts in ((3, 0, 2, 4, 0), (0, 9, 0, 0, 0)):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
             offsets = offsets_of(*counts)
-            expert_lora(x, lora_A, lora_B, offsets, SCALING)
+            add_expert_lora(rows, x, lora_A, lora_B, offsets, SCALING)
         assert saved == [t.data_ptr() for t in (x, lora_A, lora_B, offsets)]
 
 
-@pytest.mark.parametrize(
-    ("shape_A", "shape_B"),
-    [((E * R, K + 1), (N, R * E)), ((E * R, K), (N, R * E + 1)), ((E * R + 1, K), (N, E * R + 1)), ((K,), (N, R * E))],
-)
-def test_refuses_shapes(shape_A: tuple[int, ...], shape_B: tuple[int, ...]) -> None:
-    """Factors that do not fit `x`, each other, or the number of experts."""
-    with pytest.raises(RuntimeError, match="lora_A"):
-        expert_lora(torch.randn(9, K), torch.randn(shape_A), torch.randn(shape_B), offsets_of(3, 0, 2, 4, 0), 1.0)
+SHAPES = {
+    "lora_A-columns": ((9, N), (E * R, K + 1), (N, R * E)),
+    "lora_B-columns": ((9, N), (E * R, K), (N, R * E + 1)),
+    "experts": ((9, N), (E * R + 1, K), (N, E * R + 1)),
+    "dimensions": ((9, N), (K,), (N, R * E)),
+    "rows": ((8, N), (E * R, K), (N, R * E)),
+    "features": ((9, N + 1), (E * R, K), (N, R * E)),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_refuses_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Factors that do not fit `x`, each other, or the number of experts; rows that do not fit either."""
+    rows, lora_A, lora_B = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(RuntimeError, match="lora_A|rows must be"):
+        add_expert_lora(rows, torch.randn(9, K), lora_A, lora_B, offsets_of(3, 0, 2, 4, 0), 1.0)

@@ -145,10 +145,9 @@ class PackedModule(nn.Module):
 
     def float_shape(self, name: str) -> tuple[int, int, int]:
         """Shape of the float parameter that `name` stands for, in the model's own layout."""
-        stack = self.stack(name)
-        if self.packs_transposed:
-            return stack.num_experts, stack.in_features, stack.out_features
-        return stack.num_experts, stack.out_features, stack.in_features
+        facts = self._description["stacks"][name]  # the tensor may be partitioned, and empty
+        features = (facts["out_features"], facts["in_features"])
+        return self.num_experts_of(name), *(features[::-1] if self.packs_transposed else features)
 
     def check_stored(self, names: Iterable[str]) -> None:
         """Checks tensors that a loader has put in place, against what this module was built for.

@@ -1,15 +1,16 @@
 """What an adapter's config asks of packed experts, checked before PEFT changes the model."""
 
+import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from hf_qmoe.layout import follows_experts_interface
 from hf_qmoe.logging import get_logger
-from hf_qmoe.lora.packed import packed_modules, without_base_layer
+from hf_qmoe.lora.packed import packed_modules, packed_parameter, without_base_layer
 
 
 logger = get_logger(__name__)
@@ -32,7 +33,7 @@ _UNSUPPORTED = (
 _AXES_FIXED = Version("0.19.0")
 
 #: Names that experts' projections had while they were linears.
-_LINEAR_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "all-linear", "experts")
+_LINEAR_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def targeted_parameters(model: nn.Module, targets: Iterable[str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -55,7 +56,7 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
 
     Raises:
         ValueError: targets that exist nowhere, a dropout that is no probability, options that a factored form cannot
-            do, or an adapter whose axes an old PEFT had the wrong way round.
+            do, an adapter whose axes an old PEFT had the wrong way round, or experts that are offloaded.
     """
     targets = list(config.target_parameters or [])
     packed = list(targeted_parameters(model, targets))
@@ -77,6 +78,8 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
             "have; use True, False or 'gaussian'"
         )
     _check_axes(config, packed)
+    for path, module, name in packed:
+        _check_loaded(path, module, name)
 
 
 def _check_matched(config: LoraConfig, model: nn.Module, targets: list[str]) -> None:
@@ -89,12 +92,35 @@ def _check_matched(config: LoraConfig, model: nn.Module, targets: list[str]) -> 
             f"target_parameters={targets} match no parameter of the model, so its experts would not be adapted; "
             f"it has {', '.join(experts[:4])}{', ...' if len(experts) > 4 else ''}"
         )
-    modules: Any = config.target_modules or ()
-    names = [modules] if isinstance(modules, str) else list(modules)
-    if any(name.rpartition(".")[2] in _LINEAR_NAMES for name in names):
+    if _means_experts(config, model):
         logger.warning(
             "No packed experts are adapted: PEFT takes target_modules for linears, which the fused experts of this "
             "model are not. To adapt them, use target_parameters=hf_qmoe.lora_targets(model).experts."
+        )
+
+
+def _means_experts(config: LoraConfig, model: nn.Module) -> bool:
+    """Whether ``target_modules`` match experts or projections of theirs by names that they had, or seem to have."""
+    if not config.target_modules:
+        return False
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config = copy.copy(config)
+        config.target_modules = ".*"
+    return any(
+        check_target_module_exists(config, name)
+        for path, _, names in packed_modules(model)
+        for experts in [without_base_layer(path)]
+        for name in (experts, *(f"{experts}{i}.{n}" for i in ("", ".0") for n in (*_LINEAR_NAMES, *names)))
+    )
+
+
+def _check_loaded(path: str, module: nn.Module, name: str) -> None:
+    parameter = packed_parameter(module, name)
+    offloaded = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if offloaded and parameter is not None and parameter.stack.packed.is_meta:
+        raise ValueError(
+            f"{path}.{name} is offloaded, and PEFT would put its factors on the meta device too, without values. Add "
+            "the adapter before the model is offloaded, and offload the experts modules alone"
         )
 
 

@@ -4,15 +4,13 @@ PEFT can register custom LoRA layers per config only, which an adapter on disk d
 does what PEFT's does for a model without packed parameters.
 """
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -20,7 +18,8 @@ from torch import nn
 
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.lora import loading
-from hf_qmoe.lora.checks import check_config, targeted_parameters
+from hf_qmoe.lora.checks import check_config
+from hf_qmoe.lora.inject import inject_parameters
 from hf_qmoe.lora.merge import forget_packed, unquantized_modules
 from hf_qmoe.lora.names import float_names
 from hf_qmoe.lora.packed import packed_modules, packed_parameter, without_base_layer
@@ -34,7 +33,7 @@ _PATTERN_WARNING = re.compile(r"The following (rank|alpha)_pattern keys did not 
 
 def install() -> None:
     """Wraps PEFT's methods. Doing it again, also after a reload of this package, wraps PEFT's own once."""
-    for cls, hooks in ((LoraModel, _HOOKS), (PeftModel, _LOADING_HOOKS)):
+    for cls, hooks in ((LoraModel, _HOOKS), (PeftModel, _LOADING_HOOKS), (LoraConfig, _CONFIG_HOOKS)):
         for name, hook in hooks.items():
             current = cls.__dict__.get(name) or getattr(cls, name)
             kind = type(current) if isinstance(current, staticmethod | classmethod) else None
@@ -67,46 +66,6 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, peft_config, model)
 
     return prepare_model
-
-
-def _inject_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    # PEFT finds a parametrized parameter by its whole name only, in alphabetical order, and not a second time.
-    def inject_parameters(
-        self: Any, peft_config: LoraConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
-    ) -> list[str]:
-        targets = list(peft_config.target_parameters or [])
-        found = [t for t in targeted_parameters(model, targets) if not isinstance(t[1], ExpertsNbit)]
-        if not found:
-            return original(self, peft_config, model, adapter_name, low_cpu_mem_usage)  # type: ignore[no-any-return]
-        keys = [f"{path}.{name}" for path, _, name in found]
-        others = copy.copy(peft_config)
-        others.target_parameters = [target for target in targets if target not in keys]
-        names: list[str] = original(self, others, model, adapter_name, low_cpu_mem_usage)
-        for key, (path, _, name) in zip(keys, found, strict=True):
-            parent_path, _, child_name = path.rpartition(".")
-            parent, target = model.get_submodule(parent_path), model.get_submodule(path)
-            self._check_target_module_compatiblity(peft_config, model, child_name)
-            with init_empty_weights() if low_cpu_mem_usage else nullcontext():
-                self._create_and_replace(
-                    peft_config,
-                    adapter_name,
-                    _existing_wrapper(target, name) or target,
-                    child_name,
-                    parent,
-                    current_key=key,
-                    parameter_name=name,
-                )
-        return names + keys
-
-    return inject_parameters
-
-
-def _existing_wrapper(module: nn.Module, name: str) -> nn.Module | None:
-    while isinstance(module, ParamWrapper):
-        if module.parameter_name == name:
-            return module
-        module = module.base_layer
-    return None
 
 
 def _create_new_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +154,7 @@ def _right_about_patterns(tuner: Any, adapter_name: str) -> Iterator[None]:
 _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "inject_adapter": _inject_adapter,
     "_prepare_model": _prepare_model,
-    "_inject_parameters": _inject_parameters,
+    "_inject_parameters": inject_parameters,
     "_create_new_module": _create_new_module,
     "_check_merge_allowed": _check_merge_allowed,
     "_unload_and_optionally_merge": _unload,
@@ -203,4 +162,5 @@ _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "add_weighted_adapter": combine,
     "_svd_generalized_task_arithmetic_weighted_adapter": skip_stacks,
 }
+_CONFIG_HOOKS = {"save_pretrained": loading.save_config}
 _LOADING_HOOKS = {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}

@@ -1,16 +1,21 @@
-"""Loading a saved adapter onto packed experts: all of it, or nothing.
+"""Saving adapters that stock PEFT can load, and loading them onto packed experts: all of it, or nothing.
 
 PEFT warns of tensors that an adapter lacks, is silent about those it has too many, and when shapes differ leaves a
 model with a new, untrained adapter. An adapter of another model would so train or answer with experts half adapted.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
+from hf_qmoe.logging import get_logger
 from hf_qmoe.lora.wrapper import ParamWrapper
+
+
+logger = get_logger(__name__)
 
 
 def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +70,27 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return load
+
+
+def save_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``LoraConfig.save_pretrained``, which writes ``lora_dropout`` 0 for adapters of parameters.
+
+    Stock PEFT refuses to load any other, though dropout does nothing once an adapter is trained. To train on with
+    dropout, pass a config: ``PeftModel.from_pretrained(model, path, config=..., is_trainable=True)``.
+    """
+
+    def save(self: LoraConfig, *args: Any, **kwargs: Any) -> Any:
+        if not (getattr(self, "target_parameters", None) and self.lora_dropout):
+            return original(self, *args, **kwargs)
+        config = copy.copy(self)
+        config.lora_dropout = 0.0
+        logger.info(
+            f"lora_dropout={self.lora_dropout} is saved as 0 in adapter_config.json, since stock PEFT loads no "
+            "adapter of parameters with dropout; to train on with dropout, pass a config when loading"
+        )
+        return original(config, *args, **kwargs)
+
+    return save
 
 
 def _is_packed(model: nn.Module) -> bool:

@@ -7,6 +7,8 @@ are PEFT's.
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -134,14 +136,38 @@ class ParamWrapper(peft_layer.ParamWrapper):
         module = self.get_base_layer()
         if packed_parameter(module, self.parameter_name) is None:
             return self._forward_float(active, x, *args, **kwargs)
-        factors = [self.factors(name) for name in active]
-        if isinstance(module, ExpertsNbit):
-            kwargs["lora_factors"] = {**kwargs.get("lora_factors", {}), self.parameter_name: factors}
-            return self.base_layer(x, *args, **kwargs)
-        swapped = self._did_swap_in_out_features
-        terms = [terms_of(f, self.num_experts, self._param_ndim, swapped) for f in factors]
-        with lora_terms(module, self.parameter_name, terms):
-            return self.base_layer(x, *args, **kwargs)
+        with self._loaded(active):
+            factors = [self.factors(name) for name in active]
+            if isinstance(module, ExpertsNbit):
+                kwargs["lora_factors"] = {**kwargs.get("lora_factors", {}), self.parameter_name: factors}
+                return self.base_layer(x, *args, **kwargs)
+            swapped = self._did_swap_in_out_features
+            terms = [terms_of(f, self.num_experts, self._param_ndim, swapped) for f in factors]
+            with lora_terms(module, self.parameter_name, terms):
+                return self.base_layer(x, *args, **kwargs)
+
+    @contextmanager
+    def _loaded(self, names: list[str]) -> Iterator[None]:
+        """Loads factors that accelerate has offloaded: it would when the linears that hold them are called."""
+        linears = [linear[name] for name in names for linear in (self.lora_A, self.lora_B)]
+        offloaded = [linear for linear in linears if linear.weight.is_meta]
+        if not offloaded:
+            yield
+            return
+        trained = torch.is_grad_enabled() and any(linear.weight.requires_grad for linear in offloaded)
+        if trained or not all(hasattr(linear, "_hf_hook") for linear in offloaded):
+            raise RuntimeError(
+                f"LoRA factors of {self.parameter_name} are on the meta device. Offloaded ones serve inference only "
+                "(`torch.no_grad()`); to train, offload the experts modules alone: "
+                "`accelerate.cpu_offload(wrapper.get_base_layer())`"
+            )
+        for linear in offloaded:
+            linear._hf_hook.pre_forward(linear)
+        try:
+            yield
+        finally:
+            for linear in offloaded:
+                linear._hf_hook.post_forward(linear, None)
 
     def _forward_float(self, active: list[str], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """PEFT's own forward, on experts that another parameter's merge has un-quantized."""

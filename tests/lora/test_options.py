@@ -294,3 +294,19 @@ def test_a_copy_is_independent() -> None:
     assert torch.equal(logits(twin), expected)
     randomize(twin, seed=9)
     assert torch.equal(logits(ours), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_trained_with_dropout_loads_with_stock_peft(form: str, tmp_path: Path) -> None:
+    """Stock PEFT refuses ``lora_dropout`` on parameters, also for inference, so none is written."""
+    packed, plain = packed_and_float("qwen3_moe", form)
+    ours = get_peft_model(packed, lora_config(lora_dropout=0.05))
+    randomize(ours)
+    ours.save_pretrained(tmp_path)
+    assert ours.peft_config["default"].lora_dropout == 0.05
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    assert relative_error(logits(loaded), logits(ours.eval())) < 1e-5
+    again, _ = packed_and_float("qwen3_moe", form)
+    trained = PeftModel.from_pretrained(again, tmp_path, config=lora_config(lora_dropout=0.05), is_trainable=True)
+    trained.train()
+    assert relative_error(logits(trained), logits(trained)) > 1e-4

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
@@ -195,4 +196,31 @@ def test_a_merge_that_is_not_finite_changes_nothing() -> None:
         with pytest.raises(ValueError, match="NaNs detected in the merged weights: down_proj, expert 0"):
             merge()
     broken.data.copy_(kept)
+    assert torch.equal(logits(ours), expected)
+
+
+# -- where the weights are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_offloaded_experts_are_not_adapted(form: str) -> None:
+    """PEFT would leave factors without values; the model works on."""
+    packed, _ = packed_and_float("qwen3_moe", form)
+    expected = logits(packed)
+    cpu_offload(packed, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="is offloaded"):
+        get_peft_model(packed, lora_config(target_modules=[]))
+    assert torch.equal(logits(packed), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_offloaded_adapter(form: str) -> None:
+    """A whole adapted model that is offloaded answers as before, also after an error; training it is refused."""
+    ours, _ = adapted_pair("qwen3_moe", form)
+    expected = logits(ours)
+    cpu_offload(ours, execution_device=torch.device("cpu"))
+    assert torch.equal(logits(ours), expected)
+    assert all(parameter.is_meta for name, parameter in ours.named_parameters() if "lora_" in name)
+    with pytest.raises(RuntimeError, match="serve inference only"):
+        ours(input_ids=token_ids())
     assert torch.equal(logits(ours), expected)

@@ -1,6 +1,14 @@
 """All benchmark cases by name."""
 
-from benchmarks import expert_lora, experts_time, linear_4bit, load_memory, streamed_memory, training_memory
+from benchmarks import (
+    convergence,
+    expert_lora,
+    experts_time,
+    linear_4bit,
+    load_memory,
+    streamed_memory,
+    training_memory,
+)
 from benchmarks.case import Case
 
 
@@ -11,6 +19,7 @@ CASES: dict[str, Case] = {
         load_memory.CASE,
         experts_time.CASE,
         expert_lora.CASE,
+        convergence.CASE,
         streamed_memory.CASE,
         linear_4bit.CASE,
     )

@@ -26,6 +26,7 @@ import platform
 import random
 import re
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -274,16 +275,17 @@ class LossBar(ProgressCallback):
 
 def train(out: Path, blocks: Tensor, held_out: Tensor, steps: int, report: Report) -> tuple[PeftModel, Tensor]:
     """Trains adapters over the packed model and saves them. Returns the model with its logits for `held_out`."""
-    report.say("## 4. QLoRA on the packed model")
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets)
-    model = get_peft_model(prepare_model_for_kbit_training(load(out / "moe-4bit")), lora)
+    report.say("## 4. QLoRA on experts and attention of the packed model")
+    model = load(out / "moe-4bit")
+    targets = hf_qmoe.lora_targets(model).config_arguments()
+    lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.05, **targets)
+    model = get_peft_model(prepare_model_for_kbit_training(model), lora)
     before, _ = evaluate(model, held_out)
     arguments = TrainingArguments(
         out / "adapter",
         max_steps=steps,
         per_device_train_batch_size=BATCH,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         lr_scheduler_type="cosine",
         warmup_steps=steps // 10,
         activation_checkpointing=True,
@@ -299,12 +301,17 @@ def train(out: Path, blocks: Tensor, held_out: Tensor, steps: int, report: Repor
     trainer.train()
     model.save_pretrained(out / "adapter")
     after, logits = evaluate(model, held_out)
-    trainable, _ = model.get_nb_trainable_parameters()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    on_experts = [p for name, p in trained.items() if ".experts." in name]
     report.say(
-        f"{steps} steps of {BATCH * BLOCK} tokens of Python's help texts train {trainable / 1e6:.2f} M parameters of "
-        f"adapters on {', '.join(targets)}. Their gradients come back through the packed experts. (Norms and "
-        "embeddings are float32 in QLoRA; that moves the loss before training a little from the one above.)"
+        f"{steps} steps of {BATCH * BLOCK} tokens of Python's help texts train "
+        f"{sum(p.numel() for p in trained.values()) / 1e6:.2f} M parameters of adapters, "
+        f"{sum(p.numel() for p in on_experts) / 1e6:.2f} M of them on {', '.join(targets['target_parameters'])}, the "
+        f"others on {', '.join(targets['target_modules'])}. (Norms and embeddings are float32 in QLoRA; that moves "
+        "the loss before training a little from the one above.)"
     )
+    unmoved = [name for name, p in trained.items() if "lora_B" in name and not p.any()]
+    report.check(not unmoved, f"all {len(on_experts)} factors on experts were trained, and all others")
     report.check(after < before, f"the loss on held-out topics fell from {before:.3f} to {after:.3f}")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     plot_losses(losses, before, after, out / "loss.png")
@@ -329,6 +336,41 @@ def check_reload(
     _, logits = evaluate(model, held_out[:BATCH])
     report.check_logits(
         logits, tuned_logits, 0.0, "with the adapter on top, it gives exactly the logits after training"
+    )
+
+
+STOCK_PEFT = """
+import json, sys, warnings
+warnings.filterwarnings("ignore", category=FutureWarning)
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, samples = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+blocks = torch.load(samples)
+def loss(model):
+    with torch.no_grad():
+        return sum(model(b, labels=b, use_cache=False).loss.item() for b in blocks.split(4)) / len(blocks.split(4))
+before = loss(model)
+after = loss(PeftModel.from_pretrained(model, adapter))
+assert "hf_qmoe" not in sys.modules and "bitsandbytes" not in sys.modules
+print(json.dumps([before, after]))
+"""
+
+
+def check_stock_peft(out: Path, held_out: Tensor, report: Report) -> None:
+    """Loads the adapter onto the bf16 MoE in a process that has nothing of this package."""
+    report.say("## 6. The adapter is an ordinary one")
+    samples = out / "held_out.pt"
+    torch.save(held_out, samples)
+    command = [sys.executable, "-c", STOCK_PEFT, str(out / "moe-bf16"), str(out / "adapter"), str(samples)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    samples.unlink()
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    report.check(
+        after < before,
+        "with transformers and PEFT alone, in a process without hf_qmoe, the adapter loads onto the bf16 MoE and "
+        f"takes its held-out loss from {before:.3f} to {after:.3f}",
     )
 
 
@@ -379,7 +421,7 @@ def plot_losses(losses: list[float], before: float, after: float, path: Path) ->
 
 def describe_run(started: float, report: Report) -> None:
     """Versions, machine, time and memory."""
-    report.say("## 6. How this was measured")
+    report.say("## 7. How this was measured")
     cpu_info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*:\s*(.+)", cpu_info.read_text(encoding="utf-8") if cpu_info.exists() else "")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -412,6 +454,7 @@ def main() -> None:
     check_packed_answer(args.out, held_out[:1], report)
     tuned, tuned_logits = train(args.out, blocks, held_out, args.steps, report)
     check_reload(args.out, held_out, packed, tuned, tuned_logits, report)
+    check_stock_peft(args.out, held_out, report)
     describe_run(started, report)
     (args.out / "report.md").write_text("\n\n".join(report.paragraphs) + "\n", encoding="utf-8")
     print(f"\nWritten to {args.out}: report.md, memory.png, loss.png")

@@ -11,7 +11,10 @@ check_versions()
 
 from hf_qmoe.config import QMoEConfig  # noqa: E402
 from hf_qmoe.experts import Experts4bit, ExpertsNbit  # noqa: E402
+from hf_qmoe.lora.export import export_adapter  # noqa: E402
+from hf_qmoe.lora.merge_checkpoint import merge_checkpoint  # noqa: E402
 from hf_qmoe.lora.merge_model import merge_adapter  # noqa: E402
+from hf_qmoe.lora.targets import lora_targets  # noqa: E402
 from hf_qmoe.matmul import matmul_4bit  # noqa: E402
 from hf_qmoe.parametrize import parametrize_experts, parametrize_experts_prequantized  # noqa: E402
 from hf_qmoe.quantizer import quantize_experts  # noqa: E402
@@ -24,8 +27,11 @@ __all__ = [
     "Experts4bit",
     "ExpertsNbit",
     "QMoEConfig",
+    "export_adapter",
+    "lora_targets",
     "matmul_4bit",
     "merge_adapter",
+    "merge_checkpoint",
     "parametrize_experts",
     "parametrize_experts_prequantized",
     "quantize_experts",

@@ -28,6 +28,7 @@ ARMS = {
     "training_memory": {"hf_qmoe", "parametrized", "plain"},
     "load_memory": {"bf16", "nf4", "nf4_reload"},
     "experts_time": {"hf_qmoe", "bf16_grouped_mm", "whole_stack"},
+    "convergence": {"hf_qmoe", "stock_peft"},
     "expert_lora": {"hf_qmoe", "stock_peft"},
     "streamed_memory": {"recycled", "private"},
     "linear_4bit": {"hf_qmoe", "bitsandbytes"},

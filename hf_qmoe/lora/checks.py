@@ -55,9 +55,11 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
     """Raises before anything is changed, where LoRA on packed experts would fail later or do something else.
 
     Raises:
-        ValueError: targets that exist nowhere, a dropout that is no probability, options that a factored form cannot
-            do, an adapter whose axes an old PEFT had the wrong way round, or experts that are offloaded.
+        ValueError: targets that exist nowhere, packed experts that shall be trained in full, a dropout that is no
+            probability, options that a factored form cannot do, an adapter whose axes an old PEFT had the wrong way
+            round, or experts that are offloaded.
     """
+    _check_modules_to_save(config, model)
     targets = list(config.target_parameters or [])
     packed = list(targeted_parameters(model, targets))
     if not packed:
@@ -80,6 +82,19 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
     _check_axes(config, packed)
     for path, module, name in packed:
         _check_loaded(path, module, name)
+
+
+def _check_modules_to_save(config: LoraConfig, model: nn.Module) -> None:
+    wanted = tuple(config.modules_to_save or ())
+    packed = [path for path, _, _ in packed_modules(model)]
+    for path, _ in model.named_modules():
+        inside = [p for p in packed if wanted and path.endswith(wanted) and f"{p}.".startswith(f"{path}.")]
+        if inside:
+            raise ValueError(
+                f"modules_to_save={sorted(wanted)} asks to train all of {path} in full, but its experts are packed "
+                f"({inside[0]}{', ...' if len(inside) > 1 else ''}); adapt them with `target_parameters`, or leave "
+                "them unpacked with `llm_int8_skip_modules`"
+            )
 
 
 def _check_matched(config: LoraConfig, model: nn.Module, targets: list[str]) -> None:

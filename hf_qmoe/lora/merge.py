@@ -6,7 +6,7 @@ pack the sum again, and then gets told what was lost. The packed tensors of befo
 back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ _RECORD = "_qmoe_unquantized"
 class _Record:
     """What an un-quantized module was: its class if it was `ExpertsNbit`, its stacks, and which of them are merged."""
 
-    names: list[str]  # of all packed parameters, in their order
+    names: list[str]  # of its parameters in their order: of the float module, or of the packed ones
     packed: dict[str, PackedParameter]
     merged: set[str]
     packed_class: type[ExpertsNbit] | None
@@ -41,18 +41,19 @@ class Merge:
 
     Args:
         module: `ExpertsNbit`, or a module with a parametrized packed weight.
+        dtype: of the model around it, which the float parameter gets. `None` is the dtype of the products.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
-        self._before = _stack_of(module, name)
+    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
+        self._module, self._name, self._dtype = module, name, dtype
+        self._before = _detached(_stack_of(module, name))
 
     def add(self, delta: Callable[[int], Tensor], safe: bool, requantize: bool) -> float | None:
         """Adds ``delta(e)`` ``[out, in]`` to each expert; one expert at a time in full precision.
 
         Args:
             safe: first check that all sums are finite.
-            requantize: keep the format. By default the module is un-quantized to its compute dtype.
+            requantize: keep the format. By default the module is un-quantized.
 
         Returns:
             with `requantize`, ``|kept - delta| / |delta|`` over the stack; else `None`.
@@ -68,22 +69,40 @@ class Merge:
             stack, error = _requantized(parameter, delta, self._name)
             _set_stack(self._module, self._name, stack)
             return error
-        dtype = getattr(self._module, self._name).dtype if parameter is None else parameter.dtype
         if safe:
-            for expert, weight in enumerate(self._weights(dtype)):
-                _check_finite((weight + delta(expert).to(weight.dtype)).to(dtype), self._name, expert)
-        _unquantize(self._module, self._name)
-        for expert, (weight, target) in enumerate(zip(self._weights(dtype), self._targets(), strict=True)):
+            self.check(delta, requantize)
+        sources = self._weights()  # the stack, where the float values are the rounded ones of a packed parameter
+        _unquantize(self._module, self._name, self._dtype)
+        for expert, (weight, target) in enumerate(zip(sources, self._targets(), strict=True)):
             target.copy_(weight + delta(expert).to(weight.dtype))
         return None
 
-    def _weights(self, dtype: torch.dtype) -> Iterable[Tensor]:
-        """Experts ``[out, in]`` in at least float32."""
-        precise = torch.promote_types(dtype, torch.float32)
+    def check(self, delta: Callable[[int], Tensor], requantize: bool) -> None:
+        """Raises what `add` does where sums are not finite. Changes nothing."""
         parameter = packed_parameter(self._module, self._name)
+        dtype = parameter.dtype if requantize and parameter is not None else self._float_dtype()
+        for expert, weight in enumerate(self._weights()):
+            _check_finite((weight + delta(expert).to(weight.dtype)).to(dtype), self._name, expert)
+
+    def _float_dtype(self) -> torch.dtype:
+        """The dtype that a merge gives the float parameter."""
+        record: _Record | None = self._module.__dict__.get(_RECORD)
+        if packed_parameter(self._module, self._name) is None:
+            dtype: torch.dtype = getattr(self._module, self._name).dtype
+            return dtype
+        assert record is None or record.packed_class is None
+        return unquantized_dtype(self._module, self._name, self._dtype)
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Experts ``[out, in]`` in at least float32."""
+        record: _Record | None = self._module.__dict__.get(_RECORD)
+        parameter = packed_parameter(self._module, self._name)
+        if parameter is None and record is not None and self._name not in record.merged:
+            parameter = record.packed[self._name]  # float since another parameter was merged
+        precise = torch.promote_types(self._float_dtype(), torch.float32)
         if parameter is None:
             return (target.to(precise) for target in self._targets())
-        stack = parameter.stack
+        stack = _on(parameter.stack, self._module)
         return (stack.dequantize_expert(expert, precise) for expert in range(stack.num_experts))
 
     def _targets(self) -> Iterable[Tensor]:
@@ -95,12 +114,19 @@ class Merge:
     def undo(self) -> None:
         """Puts the packed tensors of before back, in the bits they had."""
         record: _Record | None = self._module.__dict__.get(_RECORD)
-        if record is None or self._name not in record.merged:
+        if packed_parameter(self._module, self._name) is not None:
             _set_stack(self._module, self._name, _on(self._before, self._module))
             return
+        assert record is not None
         record.merged.discard(self._name)
         record.packed[self._name] = record.packed[self._name]._replace(stack=self._before)
-        _requantize_module(self._module, record, self._name)
+        if record.packed_class is None:
+            _parametrize_again(self._module, record, self._name)
+        elif not record.merged:
+            _pack_again(self._module, record)
+        else:
+            for weight, target in zip(self._weights(), self._targets(), strict=True):
+                target.copy_(weight)
 
 
 def unquantized_modules(model: nn.Module) -> list[str]:
@@ -147,7 +173,7 @@ def _requantized(parameter: PackedParameter, delta: Callable[[int], Tensor], nam
     lost = total = 0.0
     for expert in range(stack.num_experts):
         weight, update = before.dequantize_expert(expert, dtype), delta(expert).to(dtype)
-        _check_finite(weight + update, name, expert)
+        _check_finite((weight + update).to(parameter.dtype), name, expert)
         stack.quantize_expert_(expert, weight + update)
         kept = stack.dequantize_expert(expert, dtype) - weight
         lost += (kept - update).double().square().sum().item()
@@ -155,14 +181,17 @@ def _requantized(parameter: PackedParameter, delta: Callable[[int], Tensor], nam
     return stack, (lost / total) ** 0.5 if total else 0.0
 
 
-def _unquantize(module: nn.Module, name: str) -> None:
+def _unquantize(module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
     """Makes the parameter (of `ExpertsNbit`: the module) float, and notes what it was."""
     record: _Record | None = module.__dict__.get(_RECORD)
     if isinstance(module, ExpertsNbit):
         packed = {n: p for n in module.stack_names if (p := packed_parameter(module, n)) is not None}
-        record = _Record(list(packed), packed, {name}, module.plain_class, {}, module.compute_dtype)
-        module.to_experts(packed[name].dtype)
+        plain_class, compute_dtype = module.plain_class, module.compute_dtype
+        module.to_experts(unquantized_dtype(module, name, dtype))
+        record = _Record(list(module._parameters), packed, {name}, plain_class, {}, compute_dtype)
         module.__dict__[_RECORD] = record
+        for own_name in packed:
+            module.get_parameter(own_name).requires_grad_(False)
         return
     if record is None:
         record = module.__dict__[_RECORD] = _Record(packed_names(module), {}, set(), None, {})
@@ -174,28 +203,51 @@ def _unquantize(module: nn.Module, name: str) -> None:
                 "fixed_dtype": parametrization.fixed_dtype,
                 "transposed": parametrization.transposed,
             }
-            restore_parameter(module, name)
+            restore_parameter(module, name, unquantized_dtype(module, name, dtype))
+            module.get_parameter(name).requires_grad_(False)
             _order(module._parameters, record.names)
 
 
-def _requantize_module(module: nn.Module, record: _Record, name: str) -> None:
-    """Undoes `_unquantize` for one parameter. `ExpertsNbit` returns when no parameter of it is merged any more."""
-    if record.packed_class is None:
-        shape, dtype, stack = record.packed.pop(name)
-        attach_stack(module, name, _on(stack, module), shape, dtype, **record.details.pop(name))
-        chains: Any = module.parametrizations
-        _order(chains._modules, record.names)
-        if not record.merged:
-            del module.__dict__[_RECORD]
-        return
-    if record.merged:
-        parameter = getattr(module, name)
-        values = _on(record.packed[name].stack, module).dequantize(parameter.dtype)
-        parameter.data.copy_(values.transpose(1, 2) if module.is_transposed else values)
-        return
+def unquantized_dtype(module: nn.Module, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a packed parameter's float form in a model of `dtype` (`None`: unknown).
+
+    It is the model's, since float experts take no other input; but where that of the packed form follows casts of the
+    module, as a float parameter's does, it stays.
+    """
+    for own_name, parametrization, _ in packed_parametrizations(module):
+        if own_name == name and not parametrization.fixed_dtype:
+            return parametrization.dtype
+    parameter = packed_parameter(module, name)
+    assert parameter is not None
+    return dtype or parameter.dtype
+
+
+def _pack_again(module: nn.Module, record: _Record) -> None:
+    """Makes a float module the `ExpertsNbit` that it was."""
     stacks = {n: _on(p.stack, module) for n, p in record.packed.items()}
     del module.__dict__[_RECORD]
+    assert record.packed_class is not None
+    _order(module._parameters, record.names)  # PEFT's forward on another, float parameter has changed it
     record.packed_class.from_stacks(module, stacks, record.compute_dtype)
+
+
+def _parametrize_again(module: nn.Module, record: _Record, name: str) -> None:
+    """Makes a float parameter the parametrized one that it was."""
+    shape, dtype, stack = record.packed.pop(name)
+    details = record.details.pop(name)
+    if not details["fixed_dtype"]:  # the module may have been cast since
+        dtype = getattr(module, name).dtype
+    attach_stack(module, name, _on(stack, module), shape, dtype, **details)
+    chains: Any = module.parametrizations
+    _order(chains._modules, record.names)
+    if not record.merged:
+        del module.__dict__[_RECORD]
+
+
+def _detached(stack: PackedStack) -> PackedStack:
+    """The stack without the module's own parameters, whose data may be exchanged."""
+    tensors: dict[str, Any] = {field: tensor.detach() for field, tensor in stack.tensors().items()}
+    return replace(stack, **tensors)
 
 
 def _set_stack(module: nn.Module, name: str, stack: PackedStack) -> None:
@@ -221,5 +273,7 @@ def _on(stack: PackedStack, module: nn.Module) -> PackedStack:
 def _order(entries: dict[str, Any], names: list[str]) -> None:
     """Brings those of `names` that are there into their order: wrappers nest in the order of parameters."""
     present = [name for name in names if name in entries]
-    taken = {name: entries.pop(name) for name in present}
-    entries.update(taken)
+    keys = iter(present)
+    ordered = {key: entries[key] for key in [next(keys) if key in present else key for key in entries]}
+    entries.clear()
+    entries.update(ordered)

@@ -17,28 +17,48 @@ from hf_qmoe.lora.packed import packed_modules
 
 @contextmanager
 def float_names(model: nn.Module) -> Iterator[None]:
-    """Within it, ``named_modules`` and ``named_parameters`` of `model` give the names of the float model."""
-    renamed: dict[str, str | None] = {}
-    hidden: set[str] = set()
-    for path, module, names in packed_modules(model):
-        prefix = f"{path}." if path else ""
+    """Within it, ``named_modules`` and ``named_parameters`` of `model` give the names of the float model.
+
+    What is hidden is told by identity: PEFT changes paths while it works.
+    """
+    hidden: set[int] = set()
+    renamed: dict[int, str | None] = {}
+    for _, module, names in packed_modules(model):
         if isinstance(module, ExpertsNbit):
-            renamed.update({prefix + n: None for n in module.stored_names if n not in names})
+            tensors = {name: getattr(module, name) for name in module.stored_names}
+            renamed.update({id(tensor): None for name, tensor in tensors.items() if name not in names})
             continue
+        chains: Any = module.parametrizations
+        if len(chains) == len(names):
+            hidden.add(id(chains))
         for name in names:
-            chain = f"{prefix}parametrizations.{name}"
-            hidden.add(f"{prefix}parametrizations")
-            renamed[f"{chain}.original"] = prefix + name
+            hidden.add(id(chains[name]))
+            renamed.update({id(parameter): None for parameter in chains[name].parameters()})
+            renamed[id(chains[name].original)] = name
     kind: Any = type(model)
 
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in kind.named_parameters(model, *args, **kwargs):
-            new = renamed.get(name, name)
-            if new is not None and (name in renamed or not _is_below(name, hidden)):
-                yield new, parameter
+        # torch walks the modules by ``named_modules`` of the instance, which hides those that hold packed parameters
+        ours = model.__dict__.pop("named_modules", None)
+        try:
+            parameters = list(kind.named_parameters(model, *args, **kwargs))
+        finally:
+            if ours is not None:
+                model.__dict__["named_modules"] = ours
+        for path, parameter in parameters:
+            name = renamed.get(id(parameter), "")
+            if name is not None:
+                yield path.removesuffix(f"parametrizations.{name}.original") + name if name else path, parameter
 
     def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return (item for item in kind.named_modules(model, *args, **kwargs) if not _is_below(item[0], hidden))
+        skipped = None  # what is below a module follows it
+        for path, module in kind.named_modules(model, *args, **kwargs):
+            if skipped is not None and path.startswith(skipped):
+                continue
+            if id(module) in hidden:
+                skipped = f"{path}."
+                continue
+            yield path, module
 
     overridden = {"named_parameters": named_parameters, "named_modules": named_modules}
     before = {name: model.__dict__[name] for name in overridden if name in model.__dict__}
@@ -49,9 +69,3 @@ def float_names(model: nn.Module) -> Iterator[None]:
         for name in overridden:
             del model.__dict__[name]
         model.__dict__.update(before)
-
-
-def _is_below(name: str, hidden: set[str]) -> bool:
-    if ".parametrizations" not in f".{name}":
-        return False
-    return any(name == path or name.startswith(f"{path}.") for path in hidden)

@@ -30,13 +30,14 @@ demo: $(VENV)/.stamp-demo-model  ## train a small real MoE in 4 bit on the CPU, 
 test: $(VENV)/.stamp-test  ## run the tests; ARGS= and TESTS= narrow them down
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
 
-# The oldest bitsandbytes that is supported, beside the pinned one. Its own hooks leak when checkpointing.
-FLOOR := bitsandbytes==0.48.0
+# The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
+FLOOR := bitsandbytes==0.48.0 peft==0.20.0
 
-floor: $(VENV)/.stamp-floor  ## run the checkpointing tests with the oldest bitsandbytes
+floor: $(VENV)/.stamp-floor  ## run the tests of checkpointing and LoRA with the oldest bitsandbytes and PEFT
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/floor $(PY) -m pytest -n $(WORKERS) -q \
 		tests/checkpointing/test_floor.py tests/checkpointing/test_matrix.py tests/parametrize/test_foreign.py \
-		tests/experts/test_streaming.py -k "nf4 or foreign or floor" $(ARGS)
+		tests/experts/test_streaming.py tests/lora/test_parity.py \
+		-k "nf4 or foreign or floor or (parity and not bfloat16)" $(ARGS)
 
 bench: $(VENV)/.stamp-test  ## run the benchmarks
 	HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS)

@@ -61,6 +61,10 @@ class LoraArguments:
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], metadata={"help": "Modules that get one."}
     )
+    lora_target_parameters: list[str] = field(
+        default_factory=lambda: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        metadata={"help": "Parameters that get one: stacks of experts."},
+    )
 
 
 @dataclass

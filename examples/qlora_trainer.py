@@ -1,4 +1,4 @@
-"""QLoRA with transformers' Trainer: experts and linear layers in 4 bit, adapters on the attention projections.
+"""QLoRA with transformers' Trainer: experts and linear layers in 4 bit, adapters on attention and on the experts.
 
     python examples/qlora_trainer.py configs/qlora_tiny_cpu.yaml
     python examples/qlora_trainer.py configs/qlora_tiny_cpu.yaml --max_steps 60 --resume_from_checkpoint last
@@ -60,6 +60,7 @@ def add_lora(model: PreTrainedModel, lora_args: LoraArguments, checkpointing: bo
         lora_alpha=lora_args.lora_alpha,
         lora_dropout=lora_args.lora_dropout,
         target_modules=lora_args.lora_target_modules,
+        target_parameters=lora_args.lora_target_parameters,
     )
     return get_peft_model(model, config)
 

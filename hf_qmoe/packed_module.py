@@ -225,13 +225,13 @@ class PackedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Shapes and format, as they print in the model."""
+        facts = self._description["stacks"]
         shapes = ", ".join(
-            f"{name}=[{s.num_experts}, {s.out_features}, {s.in_features}]" for name, s in self.stacks().items()
+            f"{name}=[{self.num_experts_of(name)}, {facts[name]['out_features']}, {facts[name]['in_features']}]"
+            for name in self.stack_names
         )
-        first = next(iter(self.stacks().values()))
-        return (
-            f"{shapes}, quant_type={self.quant_type}, blocksize={first.blocksize}, double_quant={first.double_quant}"
-        )
+        blocksize, double_quant = facts[self.stack_names[0]]["blocksize"], self._description["double_quant"]
+        return f"{shapes}, quant_type={self.quant_type}, blocksize={blocksize}, double_quant={double_quant}"
 
 
 def _rename_published_layout(module: PackedModule, state_dict: dict[str, Any], prefix: str) -> None:

@@ -404,6 +404,9 @@ def _describe(module: nn.Module) -> None:
     if not found:
         module._buffers.pop("quant_metadata", None)
         stop_unloading(module)
+        hooks = module._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _check_state_dict]:
+            del hooks[key]
         return
     stacks = {name: parametrization.stack(packed) for name, parametrization, packed in found}
     encoded = metadata.encode(metadata.describe(stacks)).to(found[0][2].device)

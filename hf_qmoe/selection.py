@@ -1,9 +1,6 @@
 """Which modules a config packs, replaces or leaves alone. No arithmetic, no weights."""
 
-import inspect
 import re
-from contextlib import suppress
-from functools import cache
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +11,7 @@ from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.layout import can_pack, float_stack_shapes, follows_experts_interface
 from hf_qmoe.logging import get_logger
 from hf_qmoe.naming import first_match
+from hf_qmoe.source_code import weight_is_read
 
 
 logger = get_logger(__name__)
@@ -144,7 +142,7 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
         for name in linears
         if first_match(name, patterns) is not None
         or first_match(f"{name}.weight", patterns) is not None
-        or _weight_is_read(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        or weight_is_read(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
     }
     # bitsandbytes' AVX512 kernel (0.50.2) takes wrong scales where blocks of 64 run on from row to row. Left out on
     # every device, so that a saved model means the same everywhere.
@@ -155,22 +153,6 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
             f"{LINEAR_BLOCKSIZE}: {', '.join(uneven[:4])}{', ...' if len(uneven) > 4 else ''}"
         )
     return sorted(skipped.union(uneven))
-
-
-def _weight_is_read(parent: nn.Module, name: str) -> bool:
-    """Whether the class of `parent` uses ``self.<name>.weight`` as a value (not for its dtype, device or shape)."""
-    source = _source(type(parent))  # type: ignore[arg-type]  # classes are hashable
-    return re.search(rf"\bself\.{re.escape(name)}\.weight\b(?!\.)", source) is not None
-
-
-@cache
-def _source(cls: type) -> str:
-    """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""
-    sources = []
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        with suppress(OSError, TypeError):
-            sources.append(inspect.getsource(base))
-    return "\n".join(sources)
 
 
 def _linear_routers(model: nn.Module) -> list[str]:

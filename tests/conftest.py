@@ -10,8 +10,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from peft import LoraModel
-
+from hf_qmoe.lora import hooks
 from tests.support.models import FAMILIES, save_tiny
 
 
@@ -60,11 +59,9 @@ def warnings_logged() -> Iterator[list[str]]:
 @pytest.fixture
 def stock_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT as it is where `hf_qmoe.lora` was not installed: each method that it wraps is PEFT's own again."""
-    restored = 0
-    for name, value in list(vars(LoraModel).items()):
-        function = getattr(value, "__func__", value)
-        original = getattr(function, "_qmoe_original", None)
-        if original is not None:
-            monkeypatch.setattr(LoraModel, name, staticmethod(original) if function is not value else original)
-            restored += 1
-    assert restored
+    for cls, wrapped in hooks.HOOKED:
+        for name in wrapped:
+            method = vars(cls)[name]
+            original = getattr(method, "__func__", method)._qmoe_original
+            kind = type(method) if isinstance(method, staticmethod | classmethod) else lambda function: function
+            monkeypatch.setattr(cls, name, kind(original))

@@ -11,18 +11,19 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.lora import loading
 from hf_qmoe.lora.checks import check_config
 from hf_qmoe.lora.inject import inject_parameters
-from hf_qmoe.lora.merge import forget_packed, unquantized_modules
+from hf_qmoe.lora.merge import forget_packed, unquantized_dtype, unquantized_modules
+from hf_qmoe.lora.merge_model import check_finite
 from hf_qmoe.lora.names import float_names
-from hf_qmoe.lora.packed import packed_modules, packed_parameter, without_base_layer
+from hf_qmoe.lora.packed import packed_modules, packed_names, packed_parameter, without_base_layer
 from hf_qmoe.lora.weighted import allow_stacks, combine, skip_stacks
 from hf_qmoe.lora.wrapper import ParamWrapper
 
@@ -33,7 +34,7 @@ _PATTERN_WARNING = re.compile(r"The following (rank|alpha)_pattern keys did not 
 
 def install() -> None:
     """Wraps PEFT's methods. Doing it again, also after a reload of this package, wraps PEFT's own once."""
-    for cls, hooks in ((LoraModel, _HOOKS), (PeftModel, _LOADING_HOOKS), (LoraConfig, _CONFIG_HOOKS)):
+    for cls, hooks in HOOKED:
         for name, hook in hooks.items():
             current = cls.__dict__.get(name) or getattr(cls, name)
             kind = type(current) if isinstance(current, staticmethod | classmethod) else None
@@ -85,9 +86,11 @@ def _check_merge_allowed(original: Callable[..., Any]) -> Callable[..., Any]:
     def check_merge_allowed(self: Any) -> Any:
         result = original(self)
         packed: dict[int, tuple[int, int]] = {}
+        dtype: torch.dtype | None = getattr(self.model, "dtype", None)
         for module in self.model.modules():
             if isinstance(module, ParamWrapper):
-                packed.update(_cost(module.get_base_layer(), module.parameter_name))
+                module.float_dtype = dtype
+                packed.update(_cost(module.get_base_layer(), dtype))
         if packed:
             now, then = (sum(nbytes) for nbytes in zip(*packed.values(), strict=True))
             warnings.warn(
@@ -102,21 +105,38 @@ def _check_merge_allowed(original: Callable[..., Any]) -> Callable[..., Any]:
     return check_merge_allowed
 
 
-def _cost(module: nn.Module, name: str) -> dict[int, tuple[int, int]]:
-    """Bytes now and after un-quantizing, by parameter, of what a merge into `name` un-quantizes."""
-    names = module.stack_names if isinstance(module, ExpertsNbit) else (name,)
+def _cost(module: nn.Module, dtype: torch.dtype | None) -> dict[int, tuple[int, int]]:
+    """Bytes now and after un-quantizing for a model of `dtype`, by parameter, of a whole experts module."""
     costs = {}
-    for own_name in names:
-        parameter = packed_parameter(module, own_name)
+    for name in packed_names(module):
+        parameter = packed_parameter(module, name)
         if parameter is not None:
-            key = hash((id(module), own_name))
-            costs[key] = (parameter.stack.nbytes, parameter.stack.numel * parameter.dtype.itemsize)
+            stack, itemsize = parameter.stack, unquantized_dtype(module, name, dtype).itemsize
+            costs[hash((id(module), name))] = (stack.nbytes, stack.numel * itemsize)
     return costs
 
 
+def _merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    # PEFT looks at one layer at a time, and leaves those before a broken one merged.
+    def merge_adapter(self: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> Any:
+        if safe_merge:
+            check_finite(self.model, adapter_names)
+        return original(self, adapter_names=adapter_names, safe_merge=safe_merge)
+
+    return merge_adapter
+
+
 def _unload(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = original(self, *args, **kwargs)
+    def unload_and_optionally_merge(
+        self: Any,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        if merge and safe_merge:
+            check_finite(self.model, adapter_names)
+        model = original(self, merge, progressbar, safe_merge, adapter_names)
         paths = unquantized_modules(model)
         for path in paths:
             forget_packed(model.get_submodule(path))
@@ -152,15 +172,20 @@ def _right_about_patterns(tuner: Any, adapter_name: str) -> Iterator[None]:
 
 
 _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "inject_adapter": _inject_adapter,
     "_prepare_model": _prepare_model,
     "_inject_parameters": inject_parameters,
     "_create_new_module": _create_new_module,
     "_check_merge_allowed": _check_merge_allowed,
+    "merge_adapter": _merge_adapter,
     "_unload_and_optionally_merge": _unload,
     "_check_add_weighted_adapter": allow_stacks,
     "add_weighted_adapter": combine,
     "_svd_generalized_task_arithmetic_weighted_adapter": skip_stacks,
 }
-_CONFIG_HOOKS = {"save_pretrained": loading.save_config}
-_LOADING_HOOKS = {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}
+#: What is wrapped, by class. Names show in every tuner, the rest is LoRA's.
+HOOKED: tuple[tuple[type, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]], ...] = (
+    (BaseTuner, {"inject_adapter": _inject_adapter}),
+    (LoraModel, _HOOKS),
+    (PeftModel, {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}),
+    (LoraConfig, {"save_pretrained": loading.save_config}),
+)

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from torch import nn
 
 from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.lora.checks import matches
 from hf_qmoe.lora.packed import packed_names, without_base_layer
 from hf_qmoe.lora.wrapper import ParamWrapper
@@ -47,10 +48,12 @@ def inject_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
                 for match in group:
                     _wrap(self, peft_config, model, adapter_name, low_cpu_mem_usage, match)
                     names.append(match.key)
+                    if match.key not in self.targeted_parameter_names:  # PEFT 0.20 does not take them from the result
+                        self.targeted_parameter_names.append(match.key)
             else:
                 others = copy.copy(peft_config)
                 others.target_parameters = [match.key for match in group]
-                names += original(self, others, model, adapter_name, low_cpu_mem_usage)
+                names += original(self, others, model, adapter_name, low_cpu_mem_usage) or []
         return names
 
     return inject
@@ -60,21 +63,27 @@ def _matches(model: nn.Module, targets: list[str]) -> Iterator[_Match]:
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         packed = [] if isinstance(module, ExpertsNbit) else packed_names(module)
-        for name in _float_order(packed, own):
+        for name in _float_order(module, packed, own):
             match = _Match(without_base_layer(path), name, bool(packed))
             if matches(match.key, targets):
                 yield match
 
 
-def _float_order(packed: list[str], own: list[str]) -> list[str]:
+def _float_order(module: nn.Module, packed: list[str], own: list[str]) -> list[str]:
     """Names in the order that the float module has them: a bias follows its weight."""
-    ordered = [name for weight in packed for name in (weight, *(o for o in own if o == f"{weight}_bias"))]
+    weights = stack_names(bool(module.has_gate)) if follows_experts_interface(module) else packed
+    expected = [name for weight in weights for name in (weight, f"{weight}_bias")]
+    ordered = [name for name in expected if name in packed or name in own]
     return [*ordered, *(name for name in own if name not in ordered)]
 
 
 def _wrap(
     tuner: Any, config: LoraConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool, match: _Match
 ) -> None:
+    if not match.path:  # as PEFT says it: the wrapper would hold itself
+        raise ValueError(
+            f"Targeting an nn.Parameter on the top-level module is not supported (parameter '{match.name}'). "
+        )
     parent_path, _, child_name = match.path.rpartition(".")
     parent, target = model.get_submodule(parent_path), model.get_submodule(match.path)
     tuner._check_target_module_compatiblity(config, model, child_name)

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 from hf_qmoe.logging import get_logger
+from hf_qmoe.lora.packed import packed_modules
 from hf_qmoe.lora.wrapper import ParamWrapper
 
 
@@ -94,7 +95,8 @@ def save_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, ParamWrapper) for module in model.modules())
+    """Also where nothing packed was wrapped: then an adapter with factors for experts has no place for them."""
+    return any(isinstance(m, ParamWrapper) for m in model.modules()) or any(True for _ in packed_modules(model))
 
 
 def _tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:

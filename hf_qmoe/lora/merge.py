@@ -33,6 +33,7 @@ class _Record:
     merged: set[str]
     packed_class: type[ExpertsNbit] | None
     details: dict[str, dict[str, Any]]  # further arguments of `attach_stack`
+    float_dtype: torch.dtype | None  # of the model around it, if known
     compute_dtype: torch.dtype | None = None
 
 
@@ -71,7 +72,7 @@ class Merge:
             return error
         if safe:
             self.check(delta, requantize)
-        sources = self._weights()  # the stack, where the float values are the rounded ones of a packed parameter
+        sources = self._weights()  # before the module has float values in their place, which are rounded
         _unquantize(self._module, self._name, self._dtype)
         for expert, (weight, target) in enumerate(zip(sources, self._targets(), strict=True)):
             target.copy_(weight + delta(expert).to(weight.dtype))
@@ -86,11 +87,9 @@ class Merge:
 
     def _float_dtype(self) -> torch.dtype:
         """The dtype that a merge gives the float parameter."""
-        record: _Record | None = self._module.__dict__.get(_RECORD)
         if packed_parameter(self._module, self._name) is None:
             dtype: torch.dtype = getattr(self._module, self._name).dtype
             return dtype
-        assert record is None or record.packed_class is None
         return unquantized_dtype(self._module, self._name, self._dtype)
 
     def _weights(self) -> Iterator[Tensor]:
@@ -138,7 +137,8 @@ def forget_packed(module: nn.Module) -> None:
     """Makes a merge final: the module's other packed parameters become float too, the stacks of before are freed."""
     record: _Record = module.__dict__.pop(_RECORD)
     for name in packed_names(module):
-        restore_parameter(module, name)
+        restore_parameter(module, name, unquantized_dtype(module, name, record.float_dtype))
+        module.get_parameter(name).requires_grad_(False)
     _order(module._parameters, record.names)
 
 
@@ -188,13 +188,13 @@ def _unquantize(module: nn.Module, name: str, dtype: torch.dtype | None) -> None
         packed = {n: p for n in module.stack_names if (p := packed_parameter(module, n)) is not None}
         plain_class, compute_dtype = module.plain_class, module.compute_dtype
         module.to_experts(unquantized_dtype(module, name, dtype))
-        record = _Record(list(module._parameters), packed, {name}, plain_class, {}, compute_dtype)
+        record = _Record(list(module._parameters), packed, {name}, plain_class, {}, dtype, compute_dtype)
         module.__dict__[_RECORD] = record
         for own_name in packed:
             module.get_parameter(own_name).requires_grad_(False)
         return
     if record is None:
-        record = module.__dict__[_RECORD] = _Record(packed_names(module), {}, set(), None, {})
+        record = module.__dict__[_RECORD] = _Record(packed_names(module), {}, set(), None, {}, dtype)
     record.merged.add(name)
     for own_name, parametrization, _ in list(packed_parametrizations(module)):
         if own_name == name:

@@ -4,10 +4,8 @@ Nothing here is a list of architectures. Experts are modules that follow transfo
 experts and hold 3-D weights; the rest is told by the names of modules and classes around them.
 """
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from torch import nn
 
 from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.parametrize import packed_parametrizations
+from hf_qmoe.source_code import weight_is_read
 
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -145,7 +144,7 @@ def _holds(name: str, stacks: Iterable[str]) -> bool:
 def _part_of(name: str, modules: dict[str, nn.Module], stacks: dict[str, list[str]], scopes: list[str]) -> str | None:
     """``attention``, ``shared`` or ``dense``; `None` for a linear that is none of them and not to be adapted."""
     scope = next((scope for scope in scopes if name.startswith(f"{scope}.")), None)
-    if scope is None or _weight_is_read(modules[name.rpartition(".")[0]], name.rpartition(".")[2]):
+    if scope is None or weight_is_read(modules[name.rpartition(".")[0]], name.rpartition(".")[2]):
         return None
     layer_depth = scope.count(".") + 2
     path = name.split(".")
@@ -173,22 +172,6 @@ def _part_of(name: str, modules: dict[str, nn.Module], stacks: dict[str, list[st
 
 def _own_class_name(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _weight_is_read(parent: nn.Module, name: str) -> bool:
-    """Whether the class of `parent` uses ``self.<name>.weight`` as a value (not for its dtype, device or shape)."""
-    cls: Any = type(parent)
-    return re.search(rf"\bself\.{re.escape(name)}\.weight\b(?!\.)", _source(cls)) is not None
-
-
-@cache
-def _source(cls: Any) -> str:
-    """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""
-    sources = []
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        with suppress(OSError, TypeError):
-            sources.append(inspect.getsource(base))
-    return "\n".join(sources)
 
 
 def _layer_tail(name: str) -> Iterator[str]:

@@ -54,6 +54,8 @@ class ParamWrapper(peft_layer.ParamWrapper):
         )
         self._set_dropout(adapter_name, config.lora_dropout)
         self._merge: Merge | None = None
+        #: Of the model around the experts, known while one is merged: what their float form must have.
+        self.float_dtype: torch.dtype | None = None
 
     # -- one adapter's tensors -----------------------------------------------------------------------------------
 
@@ -137,14 +139,19 @@ class ParamWrapper(peft_layer.ParamWrapper):
         if packed_parameter(module, self.parameter_name) is None:
             return self._forward_float(active, x, *args, **kwargs)
         with self._loaded(active):
+            if not isinstance(module, ExpertsNbit):
+                return self._forward_parametrized(module, active, x, *args, **kwargs)
             factors = [self.factors(name) for name in active]
-            if isinstance(module, ExpertsNbit):
-                kwargs["lora_factors"] = {**kwargs.get("lora_factors", {}), self.parameter_name: factors}
-                return self.base_layer(x, *args, **kwargs)
-            swapped = self._did_swap_in_out_features
-            terms = [terms_of(f, self.num_experts, self._param_ndim, swapped) for f in factors]
-            with lora_terms(module, self.parameter_name, terms):
-                return self.base_layer(x, *args, **kwargs)
+            kwargs["lora_factors"] = {**kwargs.get("lora_factors", {}), self.parameter_name: factors}
+            return self.base_layer(x, *args, **kwargs)
+
+    # What a forward that is not ours does with the weight is seen when it runs, not when it is traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_parametrized(self, module: nn.Module, active: list[str], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        swapped = self._did_swap_in_out_features
+        terms = [terms_of(self.factors(name), self.num_experts, self._param_ndim, swapped) for name in active]
+        with lora_terms(module, self.parameter_name, terms):
+            return self.base_layer(x, *args, **kwargs)
 
     @contextmanager
     def _loaded(self, names: list[str]) -> Iterator[None]:
@@ -202,7 +209,7 @@ class ParamWrapper(peft_layer.ParamWrapper):
         def delta(expert: int) -> Tensor:
             return torch.stack([self.expert_delta(name, expert) for name in names]).sum(dim=0)
 
-        merge = self._merge or Merge(self.get_base_layer(), self.parameter_name)
+        merge = self._merge or Merge(self.get_base_layer(), self.parameter_name, self.float_dtype)
         error = merge.add(delta, safe_merge, requantize)
         self._merge = merge
         self.merged_adapters.extend(names)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 ROOT = Path(__file__).parents[2]
@@ -155,10 +155,15 @@ def test_trains_what_quantize_checkpoint_wrote(tiny: Path, tmp_path: Path) -> No
 
 def test_experts_and_embeddings_stay_as_they_are(tiny: Path, tmp_path: Path) -> None:
     """Only adapters are saved, on the modules asked for, with the rank asked for."""
-    train(tiny, tmp_path, lora_r=3, lora_target_modules="v_proj")
+    train(tiny, tmp_path, lora_r=3, lora_target_modules="v_proj", lora_target_parameters="experts.down_proj")
     adapter = load_file(tmp_path / "adapter_model.safetensors")
-    assert {key.split(".self_attn.")[1] for key in adapter} == {"v_proj.lora_A.weight", "v_proj.lora_B.weight"}
-    assert all(3 in tensor.shape for tensor in adapter.values())
+    names = {key.partition(".layers.")[2].partition(".")[2].removesuffix(".weight") for key in adapter}
+    wrapped = ("self_attn.v_proj", "mlp.experts")
+    assert names == {f"{path}.{factor}" for path in wrapped for factor in ("lora_A", "lora_B")}
+    experts = AutoConfig.from_pretrained(tiny).num_experts
+    for key, tensor in adapter.items():
+        assert (3 * experts if ".experts." in key else 3) in tensor.shape
+        assert tensor.any()
     config = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
     assert config["base_model_name_or_path"] == str(tiny)
     stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path)

@@ -112,14 +112,14 @@ def test_kernel_weights_are_found_in_base_classes() -> None:
     """A subclass of a mixer that reads a linear's weight is seen to read it."""
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-    from hf_qmoe.selection import _weight_is_read
+    from hf_qmoe.source_code import weight_is_read
 
     class Mixer(NemotronHMamba2Mixer):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
 
-    assert _weight_is_read(Mixer(), "out_proj")
-    assert not _weight_is_read(Mixer(), "in_proj_of_another_name")
+    assert weight_is_read(Mixer(), "out_proj")
+    assert not weight_is_read(Mixer(), "in_proj_of_another_name")
 
 
 def test_all_dense_config_raises_with_a_way_out() -> None:

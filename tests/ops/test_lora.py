@@ -39,7 +39,7 @@ def explicit(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, offsets: T
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_value_and_gradients(dtype: torch.dtype, counts: tuple[int, ...], tail: int) -> None:
-    """Output and all gradients; rows of no expert stay as they are and x gets zeros for them; unhit experts get zeros, not None."""
+    """Output and all gradients. Rows of no expert stay, their `x` gets zeros; unhit experts get zeros, not None."""
     offsets = offsets_of(*counts)
     tensors = operands(dtype, sum(counts) + tail)
     reference = [t.detach().double().requires_grad_() for t in tensors]
@@ -127,5 +127,5 @@ SHAPES = {
 def test_refuses_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
     """Factors that do not fit `x`, each other, or the number of experts; rows that do not fit either."""
     rows, lora_A, lora_B = (torch.randn(shape) for shape in shapes)
-    with pytest.raises(RuntimeError, match="lora_A|rows must be"):
+    with pytest.raises(RuntimeError, match=r"lora_A|rows must be"):
         add_expert_lora(rows, torch.randn(9, K), lora_A, lora_B, offsets_of(3, 0, 2, 4, 0), 1.0)

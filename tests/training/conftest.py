@@ -1,14 +1,13 @@
 """Models, a tokenizer and texts for runs of trainers, all made here."""
 
-import gc
 import pydoc_data.topics
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tests.support.heap import small_heap  # noqa: F401
 from tests.support.models import save_tiny
 
 
@@ -23,15 +22,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Leaves objects that exist already out of garbage collections: one follows every run of a Trainer."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,29 @@
+"""What a module's class does with the weight of a linear it holds, read from its source."""
+
+import inspect
+import re
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+def weight_is_read(parent: nn.Module, name: str) -> bool:
+    """Whether the class of `parent` uses ``self.<name>.weight`` as a value (not for its dtype, device or shape).
+
+    Fused kernels take the weight and never call the linear: packed bytes would be read as numbers, and an adapter on
+    it would do nothing.
+    """
+    cls: Any = type(parent)
+    return re.search(rf"\bself\.{re.escape(name)}\.weight\b(?!\.)", _source(cls)) is not None
+
+
+@cache
+def _source(cls: Any) -> str:
+    """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""
+    sources = []
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        with suppress(OSError, TypeError):
+            sources.append(inspect.getsource(base))
+    return "\n".join(sources)

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, peft_model
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
@@ -34,15 +34,15 @@ _PATTERN_WARNING = re.compile(r"The following (rank|alpha)_pattern keys did not 
 
 def install() -> None:
     """Wraps PEFT's methods. Doing it again, also after a reload of this package, wraps PEFT's own once."""
-    for cls, hooks in HOOKED:
+    for owner, hooks in HOOKED:
         for name, hook in hooks.items():
-            current = cls.__dict__.get(name) or getattr(cls, name)
+            current = vars(owner).get(name) or getattr(owner, name)
             kind = type(current) if isinstance(current, staticmethod | classmethod) else None
             function = current.__func__ if kind else current
             original = getattr(function, _ORIGINAL, function)
             wrapped = wraps(original)(hook(original))
             setattr(wrapped, _ORIGINAL, original)
-            setattr(cls, name, kind(wrapped) if kind else wrapped)
+            setattr(owner, name, kind(wrapped) if kind else wrapped)
 
 
 def _has_packed(model: nn.Module) -> bool:
@@ -182,10 +182,11 @@ _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "add_weighted_adapter": combine,
     "_svd_generalized_task_arithmetic_weighted_adapter": skip_stacks,
 }
-#: What is wrapped, by class. Names show in every tuner, the rest is LoRA's.
-HOOKED: tuple[tuple[type, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]], ...] = (
+#: What is wrapped, by class or module. Names show in every tuner, the rest is LoRA's.
+HOOKED: tuple[tuple[Any, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]], ...] = (
     (BaseTuner, {"inject_adapter": _inject_adapter}),
     (LoraModel, _HOOKS),
     (PeftModel, {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}),
     (LoraConfig, {"save_pretrained": loading.save_config}),
+    (peft_model, {"set_peft_model_state_dict": loading.set_state_dict}),
 )

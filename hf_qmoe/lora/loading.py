@@ -5,6 +5,7 @@ model with a new, untrained adapter. An adapter of another model would so train 
 """
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,15 @@ from hf_qmoe.lora.wrapper import ParamWrapper
 
 logger = get_logger(__name__)
 
+_OTHER_MODEL = (
+    " It belongs to another architecture, or its config says another rank or other targets than its tensors have"
+)
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.lora_")
+
+
+class _Misread(ValueError):
+    """What a file says would be taken for something else."""
+
 
 def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """``PeftModel.load_adapter``, which raises unless every LoRA tensor has found its place.
@@ -29,16 +39,16 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         before = _tensors(self, adapter_name)
         kept = {name: tensor.detach().clone() for name, tensor in before.items() if not tensor.is_meta}
         known = adapter_name in self.peft_config
-        problem = None
         try:
             result = original(self, model_id, adapter_name, *args, **kwargs)
+            problem = _incomplete(result) if _is_packed(self) else None
+            cause = _OTHER_MODEL
+        except _Misread as error:
+            problem, cause = str(error), ""
         except RuntimeError as error:
             if not _is_packed(self):
                 raise
-            problem = str(error).partition("\n")[2].strip() or str(error)
-        else:
-            if _is_packed(self):
-                problem = _incomplete(result)
+            problem, cause = str(error).partition("\n")[2].strip() or str(error), _OTHER_MODEL
         if problem is None:
             return result
         if known:
@@ -48,11 +58,33 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         elif adapter_name in self.peft_config:
             self.delete_adapter(adapter_name)
         raise ValueError(
-            f"the adapter {str(model_id)!r} does not fit this model, nothing of it was loaded: {problem}. It belongs "
-            "to another architecture, or its config says another rank or other targets than its tensors have"
+            f"the adapter {str(model_id)!r} does not fit this model, nothing of it was loaded: {problem}.{cause}"
         )
 
     return load
+
+
+def set_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``set_peft_model_state_dict``, which refuses an adapter that PEFT would read with another scaling.
+
+    PEFT fuses the gate's and the up projection's factors of an expert into some of twice the rank, and doubles alpha
+    with it: right for ``alpha / r``, off by the square root of 2 for rslora's ``alpha / sqrt(r)``.
+    """
+
+    def set_(
+        model: nn.Module, peft_model_state_dict: dict[str, Tensor], adapter_name: str = "default", **kw: Any
+    ) -> Any:
+        config = getattr(model, "peft_config", {}).get(adapter_name)
+        per_expert = any(_PER_EXPERT.search(key) for key in peft_model_state_dict)
+        if _is_packed(model) and per_expert and getattr(config, "use_rslora", False):
+            raise _Misread(
+                "it has factors for each expert and use_rslora, and PEFT would scale those of gate and up wrongly. "
+                "Set use_rslora to false in its adapter_config.json and lora_alpha to lora_alpha * sqrt(r), which "
+                "means the same"
+            )
+        return original(model, peft_model_state_dict, adapter_name=adapter_name, **kw)
+
+    return set_
 
 
 def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import load_memory, results, run, training_memory
+from benchmarks import convergence, expert_lora, load_memory, results, run, training_memory
 from benchmarks.case import Row
 from benchmarks.registry import CASES
 
@@ -95,3 +95,29 @@ def test_recorded_times_cover_every_size() -> None:
         assert row.p20 is not None
         assert row.p80 is not None
         assert row.p20 <= row.value <= row.p80
+
+
+def test_recorded_expert_lora_meets_its_targets() -> None:
+    """Time and both counts of memory, at three numbers of tokens, for OLMoE's and Qwen3-30B-A3B's layer."""
+    rows = [row for row in _recorded("expert_lora") if row.arm == "hf_qmoe"]
+    measured = {(row.metric, row.config["E"], row.config["T"]) for row in rows}
+    metrics = ("step", "peak_rss_anon", "peak_tensors")
+    assert measured == {
+        (metric, experts, tokens) for metric in metrics for experts in (64, 128) for tokens in (64, 512, 2048)
+    }
+    for row in rows:
+        targets = expert_lora.TIME_TARGETS if row.metric == "step" else expert_lora.MEMORY_TARGETS
+        assert row.target == targets[row.config["T"]]
+        assert row.config["rank"] == 16
+        assert run.meets_target(row), row
+
+
+def test_recorded_convergence_is_within_two_percent() -> None:
+    """Held-out loss after 60 steps, for each of three seeds, from 2 % below stock PEFT on bf16 to 2 % above."""
+    rows = [row for row in _recorded("convergence") if row.arm == "hf_qmoe" and row.metric == "held_out_loss_after"]
+    assert sorted(row.config["seed"] for row in rows) == [0, 1, 2]
+    for row in rows:
+        assert row.config["steps"] == 60
+        assert row.target == convergence.TARGET == 1.02
+        assert row.ratio is not None
+        assert 0.98 <= row.ratio <= 1.02, row

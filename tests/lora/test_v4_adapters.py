@@ -149,11 +149,22 @@ def test_same_update(family: str, form: str, kind: str, low_cpu_mem_usage: bool,
 
 @EVERY_FORM
 @EVERY_FAMILY
-def test_rslora(family: str, form: str, tmp_path: Path) -> None:
-    """As on the float model. PEFT doubles rank and alpha of gate_up, which scales it by sqrt(2) beyond v4's."""
-    path = V4Adapter(family, attention=True, use_rslora=True, lora_dropout=0.0).save(tmp_path)
-    ours, stock = (load(model, path) for model in family_pair(family, form))
-    assert relative_error(logits(ours), logits(stock)) < 1e-5
+def test_rslora_is_refused(family: str, form: str, tmp_path: Path) -> None:
+    """PEFT doubles rank and alpha of gate_up, off by sqrt(2) under rslora; written out as an alpha it is right."""
+    path = V4Adapter(family, use_rslora=True).save(tmp_path)
+    packed, _ = family_pair(family, form)
+    expected = logits(packed)
+    with pytest.raises(ValueError, match=r"use_rslora to false .*lora_alpha \* sqrt\(r\)"):
+        load(packed, path)
+    assert torch.equal(logits(packed), expected)
+    config_file = path / "adapter_config.json"
+    plain = json.loads(config_file.read_text()) | {"use_rslora": False, "lora_alpha": ALPHA * RANK**0.5}
+    config_file.write_text(json.dumps(plain))
+    outer = load(packed, path).base_model.model.model.layers[0].mlp.experts
+    adapter = V4Adapter(family)
+    gate, up = (adapter.delta(v4_module(family, 0, 0, p)) * RANK**0.5 for p in ("gate", "up"))
+    found = outer.base_layer.expert_delta("default", 0, torch.float64)
+    torch.testing.assert_close(found, torch.cat((gate, up)), rtol=1e-6, atol=1e-8)
 
 
 @EVERY_FORM

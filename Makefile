@@ -39,7 +39,7 @@ floor: $(VENV)/.stamp-floor  ## run the tests of checkpointing and LoRA with the
 		tests/experts/test_streaming.py tests/lora/test_parity.py \
 		-k "nf4 or foreign or floor or (parity and not bfloat16)" $(ARGS)
 
-bench: $(VENV)/.stamp-test  ## run the benchmarks
+bench: $(VENV)/.stamp-test $(VENV)/.stamp-demo-model  ## run the benchmarks
 	HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS)
 
 check: lint types layers  ## lint, types and layers

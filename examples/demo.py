@@ -340,11 +340,14 @@ def check_reload(
 
 
 STOCK_PEFT = """
-import json, sys, warnings
+import json, logging, sys, warnings
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning)
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+disable_progress_bar()
 base, adapter, samples = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
 blocks = torch.load(samples)

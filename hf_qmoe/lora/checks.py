@@ -1,6 +1,7 @@
 """What an adapter's config asks of packed experts, checked before PEFT changes the model."""
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 
 from packaging.version import InvalidVersion, Version
@@ -30,7 +31,8 @@ _UNSUPPORTED = (
 )
 
 #: From this version on, PEFT's ``lora_A`` maps from in_features where experts are stored ``[E, out, in]``.
-_AXES_FIXED = Version("0.19.0")
+_AXES_FIXED = Version("0.19.dev0")
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.lora_")
 
 #: Names that experts' projections had while they were linears.
 _LINEAR_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -140,16 +142,38 @@ def _check_loaded(path: str, module: nn.Module, name: str) -> None:
 
 
 def _check_axes(config: LoraConfig, packed: list[tuple[str, nn.Module, str]]) -> None:
-    try:
-        version = Version(str(getattr(config, "peft_version", None)).partition("@")[0])
-    except InvalidVersion:
-        return
-    if version >= _AXES_FIXED:
-        return
+    version = getattr(config, "peft_version", None)
     for path, module, name in packed:
-        if not (follows_experts_interface(module) and module.is_transposed):
-            raise ValueError(
-                f"the adapter was saved by PEFT {version}, which had in_features and out_features of {path}.{name} "
-                "the wrong way round: its factors do not fit, or fit by chance and mean something else. Train it "
-                f"again with PEFT {_AXES_FIXED} or newer"
-            )
+        is_transposed = follows_experts_interface(module) and bool(module.is_transposed)
+        problem = swapped_axes(version, f"{path}.{name}", is_transposed)
+        if problem:
+            raise ValueError(problem)
+
+
+def swapped_axes(peft_version: str | None, name: str, is_transposed: bool) -> str | None:
+    """What is wrong with factors of the stack `name` in an adapter saved by `peft_version`; `None` if nothing is."""
+    try:
+        version = Version(str(peft_version).partition("@")[0])
+    except InvalidVersion:
+        return None
+    if version >= _AXES_FIXED or is_transposed:
+        return None
+    return (
+        f"the adapter was saved by PEFT {version}, which had in_features and out_features of {name} the wrong way "
+        "round: its factors do not fit, or fit by chance and mean something else. Train it again with PEFT 0.19 or "
+        "newer"
+    )
+
+
+def rescaled_by_peft(keys: Iterable[str], use_rslora: bool) -> str | None:
+    """What is wrong with reading an adapter with tensors `keys` by PEFT; `None` if nothing is.
+
+    PEFT fuses the gate's and the up projection's factors of an expert into some of twice the rank, and doubles alpha
+    with it: right for ``alpha / r``, off by the square root of 2 for rslora's ``alpha / sqrt(r)``.
+    """
+    if not use_rslora or not any(_PER_EXPERT.search(key) for key in keys):
+        return None
+    return (
+        "it has factors for each expert and use_rslora, and PEFT would scale those of gate and up wrongly. Set "
+        "use_rslora to false in its adapter_config.json and lora_alpha to lora_alpha * sqrt(r), which means the same"
+    )

@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, peft_model
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import hotswap
 from torch import nn
 
 from hf_qmoe.lora import loading
@@ -189,4 +190,5 @@ HOOKED: tuple[tuple[Any, dict[str, Callable[[Callable[..., Any]], Callable[..., 
     (PeftModel, {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}),
     (LoraConfig, {"save_pretrained": loading.save_config}),
     (peft_model, {"set_peft_model_state_dict": loading.set_state_dict}),
+    (hotswap, {"hotswap_adapter_from_state_dict": loading.hotswap}),
 )

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 from hf_qmoe.logging import get_logger
+from hf_qmoe.lora.checks import rescaled_by_peft
 from hf_qmoe.lora.packed import packed_modules
 from hf_qmoe.lora.wrapper import ParamWrapper
 
@@ -22,7 +23,6 @@ logger = get_logger(__name__)
 _OTHER_MODEL = (
     " It belongs to another architecture, or its config says another rank or other targets than its tensors have"
 )
-_PER_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.lora_")
 
 
 class _Misread(ValueError):
@@ -41,7 +41,7 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         known = adapter_name in self.peft_config
         try:
             result = original(self, model_id, adapter_name, *args, **kwargs)
-            problem = _incomplete(result) if _is_packed(self) else None
+            problem = _incomplete(result, adapter_name) if _is_packed(self) else None
             cause = _OTHER_MODEL
         except _Misread as error:
             problem, cause = str(error), ""
@@ -65,26 +65,39 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``set_peft_model_state_dict``, which refuses an adapter that PEFT would read with another scaling.
+    """``set_peft_model_state_dict``, which refuses an adapter that PEFT would read with another scaling."""
 
-    PEFT fuses the gate's and the up projection's factors of an expert into some of twice the rank, and doubles alpha
-    with it: right for ``alpha / r``, off by the square root of 2 for rslora's ``alpha / sqrt(r)``.
-    """
-
-    def set_(
+    def load(
         model: nn.Module, peft_model_state_dict: dict[str, Tensor], adapter_name: str = "default", **kw: Any
     ) -> Any:
         config = getattr(model, "peft_config", {}).get(adapter_name)
-        per_expert = any(_PER_EXPERT.search(key) for key in peft_model_state_dict)
-        if _is_packed(model) and per_expert and getattr(config, "use_rslora", False):
-            raise _Misread(
-                "it has factors for each expert and use_rslora, and PEFT would scale those of gate and up wrongly. "
-                "Set use_rslora to false in its adapter_config.json and lora_alpha to lora_alpha * sqrt(r), which "
-                "means the same"
-            )
+        problem = rescaled_by_peft(peft_model_state_dict, getattr(config, "use_rslora", False))
+        if problem and _is_packed(model):
+            raise _Misread(problem)
         return original(model, peft_model_state_dict, adapter_name=adapter_name, **kw)
 
-    return set_
+    return load
+
+
+def hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``hotswap_adapter_from_state_dict``, which refuses what it would do wrongly to stacks of experts.
+
+    PEFT writes factors of a smaller rank into the first rows of the larger ones, which belong to other experts, and
+    looks for patterns by a module's name, which a stack does not have.
+    """
+
+    def swap(model: nn.Module, state_dict: dict[str, Tensor], adapter_name: str, config: Any, **kw: Any) -> Any:
+        for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
+            same_rank = config.r == wrapper.r.get(adapter_name, config.r)
+            if not same_rank or config.rank_pattern or config.alpha_pattern:
+                raise ValueError(
+                    f"an adapter of packed experts can be swapped for one of the same rank without rank_pattern and "
+                    f"alpha_pattern (rank {wrapper.r.get(adapter_name)} for rank {config.r}); load it as another "
+                    "adapter with `load_adapter`"
+                )
+        return original(model, state_dict, adapter_name, config, **kw)
+
+    return swap
 
 
 def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,14 +145,20 @@ def _is_packed(model: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
-    return {n: p for n, p in model.named_parameters() if "lora_" in n and f".{adapter_name}." in n}
+    return {n: p for n, p in model.named_parameters() if _is_of(n, adapter_name)}
 
 
-def _incomplete(result: Any) -> str | None:
+def _is_of(name: str, adapter_name: str) -> bool:
+    """Whether a tensor belongs to an adapter, whose name may be part of a path: ``experts``, ``x``."""
+    return re.search(rf"\.lora_\w+\.{re.escape(adapter_name)}(\.|$)", name) is not None
+
+
+def _incomplete(result: Any, adapter_name: str) -> str | None:
     """What PEFT's load result says is missing or left over; `None` if nothing is."""
     problems = []
-    for what, keys in (("lacks", result.missing_keys), ("has no place for", result.unexpected_keys)):
-        keys = [key for key in keys if "lora_" in key]
+    lacking = [key for key in result.missing_keys if _is_of(key, adapter_name)]  # PEFT names those of others too
+    left_over = [key for key in result.unexpected_keys if "lora_" in key]
+    for what, keys in (("lacks", lacking), ("has no place for", left_over)):
         if keys:
             problems.append(f"it {what} {len(keys)} tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})")
     return "; ".join(problems) or None

@@ -13,14 +13,15 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from packaging.version import InvalidVersion, Version
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_qmoe.factors import split_lora_A, split_lora_B
+from hf_qmoe.lora.checks import rescaled_by_peft, swapped_axes
 
 
 _ADAPTER = "default"
@@ -37,8 +38,6 @@ _HARMLESS_FIELDS = frozenset({
 # fmt: on
 #: Initialisations that change the base weights, so that the adapter belongs to other weights than BASE holds.
 _BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-#: Older versions of PEFT swap in and out features of stacks stored as ``[E, out, in]``.
-_FIRST_PEFT_WITH_THIS_LAYOUT = Version("0.19.dev0")
 
 
 class MergeError(ValueError):
@@ -147,6 +146,7 @@ def read_updates(model: PreTrainedModel, adapter: Path) -> dict[str, Update]:
             warnings.simplefilter("ignore")  # what PEFT warns of is checked here, and is an error
             peft_model = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
             _refuse_swapped_features(peft_model, fields)
+            _refuse_rescaled(adapter, fields)
             loaded = peft_model.load_adapter(
                 str(adapter),
                 _ADAPTER,
@@ -215,19 +215,21 @@ def _refuse_variants(config: LoraConfig, fields: dict[str, Any]) -> None:
 
 
 def _refuse_swapped_features(peft_model: nn.Module, fields: dict[str, Any]) -> None:
-    try:
-        version = Version(fields.get("peft_version") or "0")
-    except InvalidVersion:
+    if not fields.get("target_parameters"):
         return
-    if version >= _FIRST_PEFT_WITH_THIS_LAYOUT or not fields.get("target_parameters"):
-        return
+    version = fields.get("peft_version") or "0.17"  # the first with target_parameters, which did not say its version
     for name, layer in peft_model.named_modules():
-        if isinstance(layer, ParamWrapper) and layer.get_param().ndim == 3 and not _is_transposed(layer):
-            raise MergeError(
-                f"the adapter was saved by PEFT {fields.get('peft_version', 'older than 0.18')}, which swapped the in "
-                f"and out features of fused experts ({_parameter_name(name, layer)}). Its weights mean something else "
-                "since PEFT 0.19; train it again, or merge it with the version that made it."
-            )
+        if isinstance(layer, ParamWrapper) and layer.get_param().ndim == 3:
+            problem = swapped_axes(version, _parameter_name(name, layer), _is_transposed(layer))
+            if problem:
+                raise MergeError(problem)
+
+
+def _refuse_rescaled(adapter: Path, fields: dict[str, Any]) -> None:
+    keys = load_peft_weights(str(adapter), device="cpu")
+    problem = rescaled_by_peft(keys, bool(fields.get("use_rslora")))
+    if problem:
+        raise MergeError(f"{adapter} cannot be merged as it is: {problem}")
 
 
 def _updates_of(model: nn.Module, placeholders: set[int]) -> dict[str, Update]:

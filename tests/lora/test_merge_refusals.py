@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import VeraConfig
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_qmoe.lora.merge_adapter import MergeError
@@ -47,7 +48,7 @@ def assert_refused(base: Path, adapter: Path, match: str) -> None:
         ({"init_lora_weights": "pissa"}, "changes the base weights"),
         ({"peft_type": "IA3"}, "not a LoRA adapter"),
         ({"peft_version": "0.18.1"}, "saved by PEFT 0.18.1"),
-        ({"peft_version": None}, "swapped the in and out"),
+        ({"peft_version": None}, "the wrong way round"),
         ({"target_modules": ["query"], "target_parameters": None}, "does not fit.*query"),
         ({"target_modules": ["q_proj"]}, "weights for modules the base model lacks: .*v_proj"),
         ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "lacks weights that its config promises: .*k_proj"),
@@ -59,6 +60,16 @@ def test_refuses_an_adapter(broken: tuple[Path, Path], changes: dict[str, Any], 
     base, adapter = broken
     edit_json(adapter / "adapter_config.json", **changes)
     assert_refused(base, adapter, match)
+
+
+def test_refuses_per_expert_factors_with_rslora(broken: tuple[Path, Path]) -> None:
+    """PEFT would scale those of gate and up by sqrt(2) too much."""
+    base, adapter = broken
+    modules = ["gate_proj", "up_proj", "down_proj"]
+    edit_json(adapter / "adapter_config.json", use_rslora=True, target_modules=modules, target_parameters=None)
+    key = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
+    save_file({key: torch.zeros(4, 64)}, adapter / "adapter_model.safetensors")
+    assert_refused(base, adapter, "use_rslora to false")
 
 
 def test_refuses_an_adapter_of_another_method_or_model(good: tuple[Path, Path], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
 
 from hf_qmoe.lora.wrapper import ParamWrapper
@@ -144,6 +145,34 @@ def test_several_adapters(pair: tuple[PeftModel, PeftModel]) -> None:
     assert relative_error(seen[3], seen[4]) < 1e-5
     assert all(relative_error(a, b) > 1e-3 for i, a in enumerate(seen[:4]) for b in seen[:i])
     assert relative_error(both_equal(pair, lambda m: m.delete_adapter("other")), seen[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["x", "experts", "lora", "base", "default2"])
+def test_adapter_names_that_are_part_of_paths(name: str, tmp_path: Path) -> None:
+    """A second adapter is loaded whatever its name; PEFT counts the first one's tensors as missing for some."""
+    ours, _ = adapted_pair("qwen3_moe")
+    ours.save_pretrained(tmp_path)
+    expected = logits(ours)
+    randomize(ours, seed=8)
+    ours.load_adapter(tmp_path, name)
+    ours.set_adapter(name)
+    assert torch.equal(logits(ours), expected)
+
+
+def test_hotswap(tmp_path: Path) -> None:
+    """An adapter of the same rank takes the other's place; another rank, which PEFT would scramble, is refused."""
+    ours, _ = adapted_pair("qwen3_moe")
+    ours.save_pretrained(tmp_path / "same")
+    expected = logits(ours)
+    randomize(ours, seed=8)
+    hotswap_adapter(ours, tmp_path / "same", "default", torch_device="cpu")
+    assert torch.equal(logits(ours), expected)
+    for name, changes in {"smaller": {"r": 2}, "pattern": {"rank_pattern": {GATE_UP: 2}}}.items():
+        other, _ = adapted_pair("qwen3_moe", config=lambda changes=changes: lora_config(**changes))
+        other.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match="can be swapped for one of the same rank"):
+            hotswap_adapter(ours, tmp_path / name, "default", torch_device="cpu")
+    assert torch.equal(logits(ours), expected)
 
 
 def test_gradients_of_two_active_adapters(pair: tuple[PeftModel, PeftModel]) -> None:

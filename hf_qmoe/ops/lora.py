@@ -44,7 +44,8 @@ def add_expert_lora(
     experts_A, experts_B = _by_expert(lora_A, expert_offsets), _transposed(lora_B, expert_offsets, hits, x.dtype)
     for index, (expert, start, end) in enumerate(hits):
         hidden = x[start:end] @ experts_A[expert].to(x.dtype).t()
-        torch.addmm(rows[start:end], hidden.mul_(scaling), experts_B[index], out=out[start:end])
+        # `scaling` is applied to the result: what lies between may overflow in float16 where the result does not.
+        torch.addmm(rows[start:end], hidden, experts_B[index], alpha=scaling, out=out[start:end])
     tail = hits[-1][2] if hits else 0
     out[tail:] = rows[tail:]
     return out
@@ -70,12 +71,11 @@ def expert_lora_backward(
     grads_A = _by_expert(grad_A, expert_offsets)
     for index, (expert, start, end) in enumerate(hits):
         rows, down = x[start:end], experts_A[expert].to(x.dtype)
-        scaled = grad[start:end]
-        hidden = (rows @ down.t()).mul_(scaling)
-        grad_hidden = (scaled @ experts_B[index].t()).mul_(scaling)
-        grad_Bt[:, expert] = hidden.t() @ scaled
-        grads_A[expert] = grad_hidden.t() @ rows
-        torch.mm(grad_hidden, down, out=grad_x[start:end])
+        grad_rows, out = grad[start:end], grad_x[start:end]
+        grad_hidden = grad_rows @ experts_B[index].t()
+        torch.mul((rows @ down.t()).t() @ grad_rows, scaling, out=grad_Bt[:, expert])
+        torch.mul(grad_hidden.t() @ rows, scaling, out=grads_A[expert])
+        torch.addmm(out, grad_hidden, down, beta=0, alpha=scaling, out=out)
     grad_x[hits[-1][2] if hits else 0 :] = 0
     return grad_x, grad_A, grad_Bt.view(rank * num_experts, -1).t().contiguous()
 

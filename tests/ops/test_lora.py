@@ -101,6 +101,22 @@ def test_the_sum_is_rounded_once() -> None:
     torch.testing.assert_close(out, (rows.double() + exact / SCALING).bfloat16(), rtol=0, atol=0)
 
 
+def test_float16_overflows_only_where_the_result_does() -> None:
+    """A large scaling of small factors: what lies between is scaled last, in forward and backward."""
+    rows, x, lora_A, lora_B = operands(torch.float16, 9)
+    scaling, offsets = 4096.0, offsets_of(3, 0, 2, 4, 0)
+    with torch.no_grad():
+        lora_A *= 8
+        lora_B *= 1e-5
+    out = add_expert_lora(rows, x, lora_A, lora_B, offsets, scaling)
+    assert torch.isfinite(out).all()
+    double = [t.detach().double() for t in (rows, x, lora_A, lora_B)]
+    exact = double[0] + (explicit(*double, offsets) - double[0]) * (scaling / SCALING)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-1)
+    grads = torch.autograd.grad(out, (rows, x, lora_A, lora_B), 1e-3 * torch.ones_like(out))
+    assert all(torch.isfinite(grad).all() for grad in grads)
+
+
 def test_keeps_its_operands_alone() -> None:
     """Saved for backward: four of the tensors that came in, whatever was hit."""
     rows, x, lora_A, lora_B = operands(torch.float32, 9)

@@ -240,6 +240,7 @@ def attach_stack(
 ) -> None:
     """Puts a packed weight in the place of the parameter `name`; arguments as for `PackedParametrization`."""
     parametrization = PackedParametrization(stack, shape, dtype, transposed, fixed_dtype)
+    module.__dict__.setdefault(_ORDER, list(module._parameters))
     delattr(module, name)
     module.register_parameter(name, nn.Parameter(stack.packed, requires_grad=False))
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
@@ -276,6 +277,9 @@ _ADAPTED: ContextVar[Mapping[tuple[int, str], _Adapted]] = ContextVar("hf_qmoe_a
 #: torch.compile cannot trace.
 _MARK = "_qmoe_adapted"
 
+#: Attribute of parametrized modules: the order that their parameters had.
+_ORDER = "_qmoe_parameter_order"
+
 
 @contextmanager
 def lora_terms(module: nn.Module, name: str, terms: Sequence[Term]) -> Iterator[None]:
@@ -307,7 +311,16 @@ def restore_parameter(module: nn.Module, name: str, dtype: torch.dtype | None = 
     values = values.transpose(1, 2).contiguous() if parametrization.transposed else values.view(parametrization.shape)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     setattr(module, name, nn.Parameter(values))
+    for own_name in declared_order(module):
+        if own_name in module._parameters:
+            module._parameters[own_name] = module._parameters.pop(own_name)
     _describe(module)
+
+
+def declared_order(module: nn.Module) -> list[str]:
+    """Names of a module's own parameters, in the order of the float module: PEFT nests and draws numbers by it."""
+    order: list[str] = module.__dict__.get(_ORDER, [])
+    return [*order, *(name for name in module._parameters if name not in order)]
 
 
 # -- the module's class ---------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
     if not packed:
         _check_matched(config, model, targets)
         return
-    if not 0.0 <= config.lora_dropout <= 1.0:
-        raise ValueError(f"lora_dropout must be a probability, 0 <= p <= 1, got {config.lora_dropout}")
+    if not isinstance(config.lora_dropout, float | int) or not 0.0 <= config.lora_dropout <= 1.0:
+        raise ValueError(f"lora_dropout must be a probability, 0 <= p <= 1, got {config.lora_dropout!r}")
     named = f"packed experts ({packed[0][0]}.{packed[0][2]}{', ...' if len(packed) > 1 else ''})"
     used = [name for name in _UNSUPPORTED if getattr(config, name, None)]
     if used:
@@ -81,7 +81,7 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
             f"init_lora_weights={config.init_lora_weights!r} needs weights in full precision, which {named} do not "
             "have; use True, False or 'gaussian'"
         )
-    _check_axes(config, packed)
+    check_axes(config, model)
     for path, module, name in packed:
         _check_loaded(path, module, name)
 
@@ -141,9 +141,10 @@ def _check_loaded(path: str, module: nn.Module, name: str) -> None:
         )
 
 
-def _check_axes(config: LoraConfig, packed: list[tuple[str, nn.Module, str]]) -> None:
+def check_axes(config: LoraConfig, model: nn.Module) -> None:
+    """Raises `ValueError` if the adapter is of a PEFT that had the axes of experts the wrong way round."""
     version = getattr(config, "peft_version", None)
-    for path, module, name in packed:
+    for path, module, name in targeted_parameters(model, config.target_parameters or []):
         is_transposed = follows_experts_interface(module) and bool(module.is_transposed)
         problem = swapped_axes(version, f"{path}.{name}", is_transposed)
         if problem:

@@ -25,6 +25,7 @@ from hf_qmoe.lora.merge import forget_packed, unquantized_dtype, unquantized_mod
 from hf_qmoe.lora.merge_model import check_finite
 from hf_qmoe.lora.names import float_names
 from hf_qmoe.lora.packed import packed_modules, packed_names, packed_parameter, without_base_layer
+from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.weighted import allow_stacks, combine, skip_stacks
 from hf_qmoe.lora.wrapper import ParamWrapper
 
@@ -54,7 +55,7 @@ def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         if not _has_packed(model):
             return original(self, model, adapter_name, *args, **kwargs)
-        with float_names(model), _right_about_patterns(self, adapter_name):
+        with unchanged_on_error(model), float_names(model), _right_about_patterns(self, adapter_name):
             return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter

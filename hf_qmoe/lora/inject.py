@@ -15,10 +15,10 @@ from peft import LoraConfig
 from torch import nn
 
 from hf_qmoe.experts import ExpertsNbit
-from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.lora.checks import matches
 from hf_qmoe.lora.packed import packed_names, without_base_layer
 from hf_qmoe.lora.wrapper import ParamWrapper
+from hf_qmoe.parametrize import declared_order
 
 
 class _Match(NamedTuple):
@@ -63,18 +63,10 @@ def _matches(model: nn.Module, targets: list[str]) -> Iterator[_Match]:
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         packed = [] if isinstance(module, ExpertsNbit) else packed_names(module)
-        for name in _float_order(module, packed, own):
+        for name in (n for n in declared_order(module) if n in packed or n in own):
             match = _Match(without_base_layer(path), name, bool(packed))
             if matches(match.key, targets):
                 yield match
-
-
-def _float_order(module: nn.Module, packed: list[str], own: list[str]) -> list[str]:
-    """Names in the order that the float module has them: a bias follows its weight."""
-    weights = stack_names(bool(module.has_gate)) if follows_experts_interface(module) else packed
-    expected = [name for weight in weights for name in (weight, f"{weight}_bias")]
-    ordered = [name for name in expected if name in packed or name in own]
-    return [*ordered, *(name for name in own if name not in ordered)]
 
 
 def _wrap(

@@ -9,24 +9,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 
 from hf_qmoe.logging import get_logger
-from hf_qmoe.lora.checks import rescaled_by_peft
+from hf_qmoe.lora.checks import check_axes, rescaled_by_peft
 from hf_qmoe.lora.packed import packed_modules
+from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.wrapper import ParamWrapper
 
 
 logger = get_logger(__name__)
-
-_OTHER_MODEL = (
-    " It belongs to another architecture, or its config says another rank or other targets than its tensors have"
-)
-
-
-class _Misread(ValueError):
-    """What a file says would be taken for something else."""
 
 
 def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,32 +29,38 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def load(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        before = _tensors(self, adapter_name)
-        kept = {name: tensor.detach().clone() for name, tensor in before.items() if not tensor.is_meta}
+        if not _is_packed(self):
+            return original(self, model_id, adapter_name, *args, **kwargs)
         known = adapter_name in self.peft_config
-        try:
-            result = original(self, model_id, adapter_name, *args, **kwargs)
-            problem = _incomplete(result, adapter_name) if _is_packed(self) else None
-            cause = _OTHER_MODEL
-        except _Misread as error:
-            problem, cause = str(error), ""
-        except RuntimeError as error:
-            if not _is_packed(self):
+        with unchanged_on_error(self, _overwritten(self, adapter_name)):
+            try:
+                if known:  # the config in the file is not looked at
+                    _check_axes_of(self, model_id, kwargs)
+                result = original(self, model_id, adapter_name, *args, **kwargs)
+                problem = _incomplete(result, adapter_name)
+                if problem:
+                    raise _misfit(model_id, problem)
+            except Exception as error:
+                if not known and adapter_name in self.peft_config:
+                    self.delete_adapter(adapter_name)
+                if isinstance(error, RuntimeError):
+                    raise _misfit(model_id, str(error).partition("\n")[2].strip() or str(error)) from error
                 raise
-            problem, cause = str(error).partition("\n")[2].strip() or str(error), _OTHER_MODEL
-        if problem is None:
-            return result
-        if known:
-            for name, tensor in _tensors(self, adapter_name).items():
-                if name in kept:
-                    tensor.data.copy_(kept[name])
-        elif adapter_name in self.peft_config:
-            self.delete_adapter(adapter_name)
-        raise ValueError(
-            f"the adapter {str(model_id)!r} does not fit this model, nothing of it was loaded: {problem}.{cause}"
-        )
+        return result
 
     return load
+
+
+def _misfit(model_id: Any, problem: str) -> ValueError:
+    return ValueError(
+        f"the adapter {str(model_id)!r} does not fit this model, nothing of it was loaded: {problem}. It belongs to "
+        "another architecture, or its config says another rank or other targets than its tensors have"
+    )
+
+
+def _check_axes_of(model: PeftModel, model_id: Any, kwargs: dict[str, Any]) -> None:
+    place = {name: kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in kwargs}
+    check_axes(PeftConfig.from_pretrained(str(model_id), **place), model)
 
 
 def set_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +72,7 @@ def set_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         config = getattr(model, "peft_config", {}).get(adapter_name)
         problem = rescaled_by_peft(peft_model_state_dict, getattr(config, "use_rslora", False))
         if problem and _is_packed(model):
-            raise _Misread(problem)
+            raise ValueError(f"nothing of the adapter was loaded: {problem}")
         return original(model, peft_model_state_dict, adapter_name=adapter_name, **kw)
 
     return load
@@ -104,16 +103,10 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """``PeftModel.from_pretrained``, which leaves the model as it was when the adapter does not fit."""
 
     def load(cls: type[PeftModel], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
-        flags = [(p, p.requires_grad) for p in model.parameters()]
-        try:
+        if not _is_packed(model):
             return original(cls, model, *args, **kwargs)
-        except ValueError:
-            if not before and _is_packed(model):
-                _unwrap(model)
-                for parameter, requires_grad in flags:
-                    parameter.requires_grad_(requires_grad)
-            raise
+        with unchanged_on_error(model, _overwritten(model, "")):
+            return original(cls, model, *args, **kwargs)
 
     return load
 
@@ -144,8 +137,10 @@ def _is_packed(model: nn.Module) -> bool:
     return any(isinstance(m, ParamWrapper) for m in model.modules()) or any(True for _ in packed_modules(model))
 
 
-def _tensors(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
-    return {n: p for n, p in model.named_parameters() if _is_of(n, adapter_name)}
+def _overwritten(model: nn.Module, adapter_name: str) -> list[Tensor]:
+    """What loading an adapter may write to: its own tensors, modules it keeps copies of, and biases of the model."""
+    copies = f".modules_to_save.{adapter_name}."
+    return [p for n, p in model.named_parameters() if _is_of(n, adapter_name) or copies in n or n.endswith("bias")]
 
 
 def _is_of(name: str, adapter_name: str) -> bool:
@@ -162,13 +157,3 @@ def _incomplete(result: Any, adapter_name: str) -> str | None:
         if keys:
             problems.append(f"it {what} {len(keys)} tensors ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})")
     return "; ".join(problems) or None
-
-
-def _unwrap(model: nn.Module) -> None:
-    """Takes all of PEFT's layers out of `model`, which had none."""
-    for name, module in list(model.named_modules()):
-        if hasattr(module, "get_base_layer"):
-            parent, _, child = name.rpartition(".")
-            if hasattr(model.get_submodule(parent), child):
-                setattr(model.get_submodule(parent), child, module.get_base_layer())
-    model.__dict__.pop("peft_config", None)

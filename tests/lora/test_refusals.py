@@ -1,7 +1,7 @@
 """What cannot be done raises one clear error before the model is changed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,13 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_qmoe import merge_adapter
-from tests.support.lora import EXPERTS, FORMS, adapted_pair, logits, lora_config, packed_and_float
+from tests.support.lora import EXPERTS, FORMS, adapted_pair, logits, lora_config, packed_and_float, randomize
 from tests.support.models import token_ids
 
 
@@ -131,6 +133,82 @@ def test_adapter_whose_tensors_do_not_fit(
     edit(adapter, **changes)
     with pytest.raises(ValueError, match=message):
         PeftModel.from_pretrained(packed, adapter)
+
+
+def drop_one(adapter: Path) -> None:
+    """Takes a tensor out of the file."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(key for key in tensors if ".experts." in key)]
+    save_file(tensors, file)
+
+
+def cut_short(adapter: Path) -> None:
+    """Leaves half of the file."""
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+BROKEN = {
+    "missing-tensor": drop_one,
+    "truncated": cut_short,
+    "no-file": lambda a: (a / "adapter_model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("changes", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=["head", "biases"])
+@pytest.mark.parametrize("form", FORMS)
+def test_broken_adapter_that_trains_more_than_factors(
+    form: str, changes: dict[str, object], damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Heads and biases of an adapter that is refused are not left in the model, new, first or second."""
+    source, _ = adapted_pair("gpt_oss", form, config=lambda: lora_config(**changes))
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter.add_(0.3)
+    source.save_pretrained(tmp_path)
+    damage(tmp_path)
+    packed, _ = packed_and_float("gpt_oss", form)
+    names, expected = [n for n, _ in packed.named_modules()], logits(packed)
+    for _ in range(2):
+        with pytest.raises((ValueError, OSError, SafetensorError)):
+            PeftModel.from_pretrained(packed, tmp_path)
+        assert [n for n, _ in packed.named_modules()] == names
+        assert torch.equal(logits(packed), expected)
+    ours = get_peft_model(packed, lora_config(**changes))
+    randomize(ours)
+    expected = logits(ours)
+    for name in ("default", "other"):
+        with pytest.raises((ValueError, OSError, SafetensorError)):
+            ours.load_adapter(tmp_path, name)
+        assert list(ours.peft_config) == ["default"]
+        assert torch.equal(logits(ours), expected)
+
+
+FAILS_HALF_WAY: dict[str, dict[str, object]] = {
+    "dropout-on-a-float-parameter": {"lora_dropout": 0.1, "target_parameters": [*EXPERTS, "lm_head.weight"]},
+    "rank-0-by-pattern": {"rank_pattern": {"down_proj": 0}},
+    "dropout-is-text": {"lora_dropout": "0.1"},
+}
+
+
+@pytest.mark.parametrize("changes", FAILS_HALF_WAY.values(), ids=FAILS_HALF_WAY)
+def test_an_error_of_peft_half_way(packed: PreTrainedModel, changes: dict[str, object]) -> None:
+    """What PEFT itself finds out when modules are wrapped already leaves none of them wrapped."""
+    with pytest.raises(ValueError, match=r"lora_dropout|positive integer"):
+        get_peft_model(packed, lora_config(**changes))
+
+
+def test_adapter_of_peft_0_18_over_one_that_is_there(adapter: Path) -> None:
+    """PEFT does not look at the file's config then; its axes are looked at all the same."""
+    ours, _ = adapted_pair("qwen3_moe")
+    expected = logits(ours)
+    edit(adapter, peft_version="0.18.1")
+    with pytest.raises(ValueError, match="wrong way round"):
+        ours.load_adapter(adapter, "default")
+    assert torch.equal(logits(ours), expected)
 
 
 def test_adapter_of_a_deeper_model(packed: PreTrainedModel, tmp_path: Path) -> None:

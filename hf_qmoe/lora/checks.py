@@ -1,7 +1,6 @@
 """What an adapter's config asks of packed experts, checked before PEFT changes the model."""
 
 import copy
-import re
 from collections.abc import Iterable, Iterator
 
 from packaging.version import InvalidVersion, Version
@@ -32,7 +31,6 @@ _UNSUPPORTED = (
 
 #: From this version on, PEFT's ``lora_A`` maps from in_features where experts are stored ``[E, out, in]``.
 _AXES_FIXED = Version("0.19.dev0")
-_PER_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.lora_")
 
 #: Names that experts' projections had while they were linears.
 _LINEAR_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -81,7 +79,7 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
             f"init_lora_weights={config.init_lora_weights!r} needs weights in full precision, which {named} do not "
             "have; use True, False or 'gaussian'"
         )
-    check_axes(config, model)
+    check_axes(targets, getattr(config, "peft_version", None), model)
     for path, module, name in packed:
         _check_loaded(path, module, name)
 
@@ -141,12 +139,11 @@ def _check_loaded(path: str, module: nn.Module, name: str) -> None:
         )
 
 
-def check_axes(config: LoraConfig, model: nn.Module) -> None:
-    """Raises `ValueError` if the adapter is of a PEFT that had the axes of experts the wrong way round."""
-    version = getattr(config, "peft_version", None)
-    for path, module, name in targeted_parameters(model, config.target_parameters or []):
+def check_axes(targets: Iterable[str], peft_version: str | None, model: nn.Module) -> None:
+    """Raises `ValueError` if an adapter of `targets` is of a PEFT that had the axes of experts the wrong way round."""
+    for path, module, name in targeted_parameters(model, targets):
         is_transposed = follows_experts_interface(module) and bool(module.is_transposed)
-        problem = swapped_axes(version, f"{path}.{name}", is_transposed)
+        problem = swapped_axes(peft_version, f"{path}.{name}", is_transposed)
         if problem:
             raise ValueError(problem)
 
@@ -163,18 +160,4 @@ def swapped_axes(peft_version: str | None, name: str, is_transposed: bool) -> st
         f"the adapter was saved by PEFT {version}, which had in_features and out_features of {name} the wrong way "
         "round: its factors do not fit, or fit by chance and mean something else. Train it again with PEFT 0.19 or "
         "newer"
-    )
-
-
-def rescaled_by_peft(keys: Iterable[str], use_rslora: bool) -> str | None:
-    """What is wrong with reading an adapter with tensors `keys` by PEFT; `None` if nothing is.
-
-    PEFT fuses the gate's and the up projection's factors of an expert into some of twice the rank, and doubles alpha
-    with it: right for ``alpha / r``, off by the square root of 2 for rslora's ``alpha / sqrt(r)``.
-    """
-    if not use_rslora or not any(_PER_EXPERT.search(key) for key in keys):
-        return None
-    return (
-        "it has factors for each expert and use_rslora, and PEFT would scale those of gate and up wrongly. Set "
-        "use_rslora to false in its adapter_config.json and lora_alpha to lora_alpha * sqrt(r), which means the same"
     )

@@ -189,6 +189,7 @@ def _rewrite_config(config: Any, model: Any, layers: dict[str, Any], stacks: lis
         entries.append(_Entry((name.rpartition(".")[2],), pattern, *_rank_and_alpha(layer, adapter_name)))
     first = entries[0]  # of experts, which readers that know no patterns are most likely to want right
     config.r, config.lora_alpha, config.use_rslora = first.r, first.alpha, False
+    config.lora_dropout = 0.0  # what PEFT fuses again takes none, and only training reads it
     config.rank_pattern = _patterns(entries, [e.r for e in entries], first.r)
     config.alpha_pattern = _patterns(entries, [e.alpha for e in entries], first.alpha)
     of_experts = {name for stack in stacks for name in stack.names.projections}

@@ -4,6 +4,7 @@ PEFT can register custom LoRA layers per config only, which an adapter on disk d
 does what PEFT's does for a model without packed parameters.
 """
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,14 +13,15 @@ from functools import wraps
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, peft_model
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import hotswap
 from torch import nn
 
 from hf_qmoe.lora import loading
-from hf_qmoe.lora.checks import check_config
+from hf_qmoe.lora.checks import check_config, targeted_parameters
+from hf_qmoe.lora.conversion_fixes import keep_linears, misread_patterns, rescale
 from hf_qmoe.lora.inject import inject_parameters
 from hf_qmoe.lora.merge import forget_packed, unquantized_dtype, unquantized_modules
 from hf_qmoe.lora.merge_model import check_finite
@@ -55,7 +57,11 @@ def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         if not _has_packed(model):
             return original(self, model, adapter_name, *args, **kwargs)
+        config = self.peft_config[adapter_name]
         with unchanged_on_error(model), float_names(model), _right_about_patterns(self, adapter_name):
+            if isinstance(config, LoraConfig):
+                keep_linears(config, model)
+            self._qmoe_before = copy.deepcopy(config)
             return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
@@ -65,10 +71,23 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     # Called after PEFT has worked out the targets and before it changes the first module.
     def prepare_model(self: Any, peft_config: LoraConfig, model: nn.Module) -> Any:
         if _has_packed(model):
+            before: LoraConfig = self._qmoe_before
+            rescale(peft_config, before.alpha_pattern or {})
             check_config(peft_config, model)
+            _check_patterns(peft_config, before, model)
+            if any(True for _ in targeted_parameters(model, peft_config.target_parameters or [])):
+                setattr(peft_config, loading.ON_PACKED, True)
         return original(self, peft_config, model)
 
     return prepare_model
+
+
+def _check_patterns(config: LoraConfig, before: LoraConfig, model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    was_converted = set(before.target_parameters or ()) != set(config.target_parameters or ())
+    problem = misread_patterns(config, map(without_base_layer, names), was_converted)
+    if problem:
+        raise ValueError(problem)
 
 
 def _create_new_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,14 +109,14 @@ def _check_merge_allowed(original: Callable[..., Any]) -> Callable[..., Any]:
         packed: dict[int, tuple[int, int]] = {}
         dtype: torch.dtype | None = getattr(self.model, "dtype", None)
         for module in self.model.modules():
-            if isinstance(module, ParamWrapper):
+            if isinstance(module, ParamWrapper) and not module.merged:
                 module.float_dtype = dtype
                 packed.update(_cost(module.get_base_layer(), dtype))
         if packed:
             now, then = (sum(nbytes) for nbytes in zip(*packed.values(), strict=True))
             warnings.warn(
                 f"Merging LoRA into packed experts un-quantizes them, since 4 bits cannot hold an update: they take "
-                f"{then / 2**30:.2f} GiB instead of {now / 2**30:.2f} GiB then. To keep them packed at a loss of "
+                f"{then / 2**20:,.1f} MiB instead of {now / 2**20:,.1f} MiB then. To keep them packed at a loss of "
                 "accuracy, use hf_qmoe.merge_adapter(model, requantize=True); to merge into the float checkpoint, "
                 "`hf-qmoe merge`.",
                 stacklevel=3,
@@ -190,6 +209,5 @@ HOOKED: tuple[tuple[Any, dict[str, Callable[[Callable[..., Any]], Callable[..., 
     (LoraModel, _HOOKS),
     (PeftModel, {"load_adapter": loading.load_adapter, "from_pretrained": loading.from_pretrained}),
     (LoraConfig, {"save_pretrained": loading.save_config}),
-    (peft_model, {"set_peft_model_state_dict": loading.set_state_dict}),
     (hotswap, {"hotswap_adapter_from_state_dict": loading.hotswap}),
 )

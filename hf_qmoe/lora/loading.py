@@ -5,21 +5,27 @@ model with a new, untrained adapter. An adapter of another model would so train 
 """
 
 import copy
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
+from transformers.utils import cached_file
 
 from hf_qmoe.logging import get_logger
-from hf_qmoe.lora.checks import check_axes, rescaled_by_peft
+from hf_qmoe.lora.checks import check_axes
 from hf_qmoe.lora.packed import packed_modules
 from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.wrapper import ParamWrapper
 
 
 logger = get_logger(__name__)
+
+#: Attribute of configs whose adapters are on packed experts; none of their fields, so it is not saved.
+ON_PACKED = "_qmoe_on_packed"
 
 
 def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,8 +40,7 @@ def load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         known = adapter_name in self.peft_config
         with unchanged_on_error(self, _overwritten(self, adapter_name)):
             try:
-                if known:  # the config in the file is not looked at
-                    _check_axes_of(self, model_id, kwargs)
+                _check_axes_of(self, model_id, kwargs)
                 result = original(self, model_id, adapter_name, *args, **kwargs)
                 problem = _incomplete(result, adapter_name)
                 if problem:
@@ -59,23 +64,12 @@ def _misfit(model_id: Any, problem: str) -> ValueError:
 
 
 def _check_axes_of(model: PeftModel, model_id: Any, kwargs: dict[str, Any]) -> None:
-    place = {name: kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in kwargs}
-    check_axes(PeftConfig.from_pretrained(str(model_id), **place), model)
-
-
-def set_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``set_peft_model_state_dict``, which refuses an adapter that PEFT would read with another scaling."""
-
-    def load(
-        model: nn.Module, peft_model_state_dict: dict[str, Tensor], adapter_name: str = "default", **kw: Any
-    ) -> Any:
-        config = getattr(model, "peft_config", {}).get(adapter_name)
-        problem = rescaled_by_peft(peft_model_state_dict, getattr(config, "use_rslora", False))
-        if problem and _is_packed(model):
-            raise ValueError(f"nothing of the adapter was loaded: {problem}")
-        return original(model, peft_model_state_dict, adapter_name=adapter_name, **kw)
-
-    return load
+    """Looks at the file itself: PEFT does not if a config is given, and fills in a version where there is none."""
+    place = {name: kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if kwargs.get(name)}
+    fields = json.loads(Path(cached_file(str(model_id), "adapter_config.json", **place)).read_text(encoding="utf-8"))
+    if fields.get("target_parameters"):
+        # 0.17 was the first with target_parameters, and did not say its version.
+        check_axes(fields["target_parameters"], fields.get("peft_version") or "0.17", model)
 
 
 def hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,20 +100,25 @@ def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_packed(model):
             return original(cls, model, *args, **kwargs)
         with unchanged_on_error(model, _overwritten(model, "")):
-            return original(cls, model, *args, **kwargs)
+            try:
+                return original(cls, model, *args, **kwargs)
+            except KeyError as error:  # PEFT looks an offloaded weight up under the name it has on disk
+                if any(parameter.is_meta for parameter in model.parameters()):
+                    raise ValueError("the model is offloaded; load the adapter before it is") from error
+                raise
 
     return load
 
 
 def save_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``LoraConfig.save_pretrained``, which writes ``lora_dropout`` 0 for adapters of parameters.
+    """``LoraConfig.save_pretrained``, which writes ``lora_dropout`` 0 for adapters of packed experts.
 
     Stock PEFT refuses to load any other, though dropout does nothing once an adapter is trained. To train on with
     dropout, pass a config: ``PeftModel.from_pretrained(model, path, config=..., is_trainable=True)``.
     """
 
     def save(self: LoraConfig, *args: Any, **kwargs: Any) -> Any:
-        if not (getattr(self, "target_parameters", None) and self.lora_dropout):
+        if not (getattr(self, ON_PACKED, False) and self.lora_dropout):
             return original(self, *args, **kwargs)
         config = copy.copy(self)
         config.lora_dropout = 0.0

@@ -48,6 +48,11 @@ class Merge:
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
         self._module, self._name, self._dtype = module, name, dtype
         self._before = _detached(_stack_of(module, name))
+        if self._before.packed.is_meta:
+            raise RuntimeError(
+                f"{name} is offloaded, so nothing can be merged into it; bring it back with "
+                "`accelerate.hooks.remove_hook_from_submodules(model)` first"
+            )
 
     def add(self, delta: Callable[[int], Tensor], safe: bool, requantize: bool) -> float | None:
         """Adds ``delta(e)`` ``[out, in]`` to each expert; one expert at a time in full precision.

@@ -16,12 +16,13 @@ import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
-from peft.utils.save_and_load import load_peft_weights
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_qmoe.factors import split_lora_A, split_lora_B
-from hf_qmoe.lora.checks import rescaled_by_peft, swapped_axes
+from hf_qmoe.lora.checks import swapped_axes
+from hf_qmoe.lora.conversion_fixes import rescale, unmatched_patterns
 
 
 _ADAPTER = "default"
@@ -144,9 +145,10 @@ def read_updates(model: PreTrainedModel, adapter: Path) -> dict[str, Update]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what PEFT warns of is checked here, and is an error
+            _convert(config, model)
             peft_model = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
             _refuse_swapped_features(peft_model, fields)
-            _refuse_rescaled(adapter, fields)
+            _refuse_unmatched_patterns(peft_model, config)
             loaded = peft_model.load_adapter(
                 str(adapter),
                 _ADAPTER,
@@ -225,11 +227,23 @@ def _refuse_swapped_features(peft_model: nn.Module, fields: dict[str, Any]) -> N
                 raise MergeError(problem)
 
 
-def _refuse_rescaled(adapter: Path, fields: dict[str, Any]) -> None:
-    keys = load_peft_weights(str(adapter), device="cpu")
-    problem = rescaled_by_peft(keys, bool(fields.get("use_rslora")))
-    if problem:
-        raise MergeError(f"{adapter} cannot be merged as it is: {problem}")
+def _convert(config: LoraConfig, model: nn.Module) -> None:
+    """PEFT's conversion of targets, with the scaling put right; PEFT finds nothing left to convert then."""
+    before = dict(config.alpha_pattern or {})
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    rescale(config, before)
+
+
+def _refuse_unmatched_patterns(peft_model: Any, config: LoraConfig) -> None:
+    layers = peft_model.get_base_model().named_modules()
+    adapted = [_parameter_name(name, layer) for name, layer in layers if isinstance(layer, LoraLayer)]
+    unmatched = unmatched_patterns(config, [*adapted, *(name.removesuffix(".weight") for name in adapted)])
+    if unmatched:
+        raise MergeError(
+            "rank_pattern or alpha_pattern of the adapter has keys that match nothing it adapts: "
+            f"{_listed(unmatched)}. If they name projections of experts, name the stacks instead, such as "
+            "'.*\\.gate_up_proj' (with twice the rank and alpha)"
+        )
 
 
 def _updates_of(model: nn.Module, placeholders: set[int]) -> dict[str, Update]:

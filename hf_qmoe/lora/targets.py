@@ -97,7 +97,7 @@ def lora_targets(model: nn.Module) -> LoraTargets:
         parts["shared"],
         parts["dense"],
         _short_names(shared, parameters, _layer_tail),
-        _renamed_by_peft(modules[""], named),
+        renamed_by_peft(modules[""], named),
     )
 
 
@@ -199,7 +199,7 @@ def _short_names(
     return list(dict.fromkeys(next(filter(is_precise, suffixes(name)), name) for name in wanted))
 
 
-def _renamed_by_peft(model: nn.Module, names: list[str]) -> list[str]:
+def renamed_by_peft(model: nn.Module, names: list[str]) -> list[str]:
     """Those of `names` that the installed PEFT does not leave among ``target_modules`` of a config for `model`."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

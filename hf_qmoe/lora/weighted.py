@@ -36,6 +36,14 @@ def allow_stacks(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"combination_type={combination_type!r} needs the whole update of each expert stack; for adapters of "
                 f"packed experts choose one of {', '.join(SUPPORTED)}"
             )
+        configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
+        if any(config.use_rslora for config in configs):
+            raise ValueError("PEFT takes the scaling of rslora adapters for alpha / r here; they cannot be combined")
+        if any(config.rank_pattern for config in configs) and combination_type in ELEMENTWISE:
+            raise ValueError(
+                f"combination_type={combination_type!r} keeps the ranks of rank_pattern, which the new adapter's "
+                "config would not say; use 'cat' or 'svd'"
+            )
         with _without_target_parameters(self, adapters):
             return original(self, adapters, combination_type, svd_rank)
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_qmoe.lora.merge_checkpoint import MergeReport, merge_checkpoint
+from tests.lora.test_v4_adapters import RANK, V4Adapter, v4_module
 from tests.support.checkpoints import assert_same_tensors, digest, load, logits, tensors_on_disk
 from tests.support.merging import (
     EXPERTS,
@@ -90,6 +91,18 @@ def test_what_a_config_can_ask_for(fields: dict[str, Any], tmp_path: Path) -> No
     base = save_base(tmp_path / "base", "qwen3_moe")
     adapter = save_adapter(tmp_path / "adapter", base, lora_config("qwen3_moe", **fields))
     assert_is_peft_merge(base, adapter, tmp_path, merge_checkpoint(base, adapter, tmp_path / "out"))
+
+
+def test_v4_adapter_with_rslora(tmp_path: Path) -> None:
+    """``alpha / sqrt(r)`` of each expert's own factors, which PEFT's conversion of gate and up misses by sqrt(2)."""
+    base = save_base(tmp_path / "base", "qwen3_moe")
+    v4 = V4Adapter("qwen3_moe", use_rslora=True)
+    out = merge_checkpoint(base, v4.save(tmp_path / "adapter"), tmp_path / "out").out
+    before, after = tensors_on_disk(base), tensors_on_disk(out)
+    for projection in ("gate", "up", "down"):
+        name = v4_module("qwen3_moe", 1, 2, projection)
+        expected = before[f"{name}.weight"].double() + v4.delta(name) * RANK**0.5
+        torch.testing.assert_close(after[f"{name}.weight"].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_shared_experts_and_matrices_as_parameters(tmp_path: Path) -> None:

@@ -210,14 +210,13 @@ def test_delta_weight(family: str, form: str) -> None:
         torch.testing.assert_close(delta, theirs[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
 @pytest.mark.parametrize("combination", ["cat", "svd"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_weighted_sum_is_exact(family: str, form: str, combination: str, use_rslora: bool) -> None:
+def test_weighted_sum_is_exact(family: str, form: str, combination: str) -> None:
     """``cat``, and ``svd`` of enough rank, give the weighted sum of the experts' updates."""
-    ours, _ = adapted_pair(family, form, config=lambda: lora_config(use_rslora=use_rslora))
-    ours.add_adapter("other", lora_config(r=2, lora_alpha=1, use_rslora=use_rslora))
+    ours, _ = adapted_pair(family, form)
+    ours.add_adapter("other", lora_config(r=2, lora_alpha=1))
     randomize(ours, seed=5)
     ours.add_weighted_adapter(["default", "other"], [0.7, -0.4], "sum", combination, svd_rank=5)
     first, second, total = (deltas(ours, name) for name in ("default", "other", "sum"))
@@ -263,6 +262,25 @@ def test_combinations_that_need_whole_updates_are_refused(combination: str) -> N
     ours.add_adapter("other", lora_config())
     with pytest.raises(ValueError, match="choose one of linear"):
         ours.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mix", combination, density=0.5)
+    assert list(ours.peft_config) == ["default", "other"]
+
+
+REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
+    "rslora": ({"use_rslora": True}, "cat", "scaling of rslora"),
+    "rank-pattern": ({"rank_pattern": {GATE_UP: 5}}, "linear", "use 'cat' or 'svd'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "combination", "message"), REFUSED.values(), ids=REFUSED)
+def test_combinations_that_peft_gets_wrong_are_refused(
+    changes: dict[str, object], combination: str, message: str
+) -> None:
+    """Where the new adapter would have another scaling, or ranks that its config does not say."""
+    packed, _ = packed_and_float("qwen3_moe")
+    ours = get_peft_model(packed, lora_config(**changes))
+    ours.add_adapter("other", lora_config(**changes))
+    with pytest.raises(ValueError, match=message):
+        ours.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mix", combination)
     assert list(ours.peft_config) == ["default", "other"]
 
 

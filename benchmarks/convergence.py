@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
@@ -61,9 +61,9 @@ class Size:
     make: MakeModel = demo_model
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 60
-    rank: int = 8
+    rank: int = 16
     batch: int = 4
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -79,10 +79,9 @@ def adapted(arm: str, checkpoint: Path, size: Size, seed: int) -> nn.Module:
     """The model of one arm with a new adapter on the experts."""
     from transformers import AutoModelForCausalLM
 
-    config = {"quantization_config": QMoEConfig()} if arm == "hf_qmoe" else {}
+    # Everything but the experts is the same in both arms: linears stay in bf16.
+    config = {"quantization_config": QMoEConfig(quantize_linears=False)} if arm == "hf_qmoe" else {}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **config)
-    if arm == "hf_qmoe":
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     set_seed(seed)
     lora = LoraConfig(r=size.rank, lora_alpha=2 * size.rank, target_modules=[], target_parameters=targets)

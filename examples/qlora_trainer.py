@@ -8,9 +8,15 @@ Flags have the names of the YAML file's keys and win over them; `arguments.py` h
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+
+
+# Read when torch is imported: threads that wait for each other sleep, which is faster where others use the cores too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 from arguments import TRAINER_ARGUMENTS, DataArguments, LoraArguments, parse_arguments
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training

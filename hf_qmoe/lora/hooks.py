@@ -20,7 +20,7 @@ from peft.utils import hotswap
 from torch import nn
 
 from hf_qmoe.lora import loading
-from hf_qmoe.lora.checks import check_config, targeted_parameters
+from hf_qmoe.lora.checks import check_config, matches, targeted_parameters
 from hf_qmoe.lora.conversion_fixes import keep_linears, misread_patterns, rescale
 from hf_qmoe.lora.inject import inject_parameters
 from hf_qmoe.lora.merge import forget_packed, unquantized_dtype, unquantized_modules
@@ -74,7 +74,7 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
             before: LoraConfig = self._qmoe_before
             rescale(peft_config, before.alpha_pattern or {})
             check_config(peft_config, model)
-            _check_patterns(peft_config, before, model)
+            _check_names(peft_config, before, model)
             if any(True for _ in targeted_parameters(model, peft_config.target_parameters or [])):
                 setattr(peft_config, loading.ON_PACKED, True)
         return original(self, peft_config, model)
@@ -82,12 +82,16 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_model
 
 
-def _check_patterns(config: LoraConfig, before: LoraConfig, model: nn.Module) -> None:
+def _check_names(config: LoraConfig, before: LoraConfig, model: nn.Module) -> None:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     was_converted = set(before.target_parameters or ()) != set(config.target_parameters or ())
-    problem = misread_patterns(config, map(without_base_layer, names), was_converted)
+    names = [without_base_layer(name) for name in names]
+    problem = misread_patterns(config, names, was_converted)
     if problem:
         raise ValueError(problem)
+    missed = [t for t in before.target_parameters or [] if not any(matches(name, [t]) for name in names)]
+    if missed:
+        warnings.warn(f"target_parameters={missed} match no parameter and are ignored", RuntimeWarning, stacklevel=2)
 
 
 def _create_new_module(original: Callable[..., Any]) -> Callable[..., Any]:

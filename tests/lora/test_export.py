@@ -21,6 +21,7 @@ from hf_qmoe.lora.export import export_adapter
 from hf_qmoe.lora.targets import lora_targets
 from tests.lora.adapters import LINEARS, RANKS, STACKS, Reader, adapted, check_files, live_deltas, randomized
 from tests.lora.families import build
+from tests.support.lora import logits, lora_config, packed_and_float, randomize, relative_error
 from tests.support.models import FAMILIES, PER_EXPERT_FAMILIES, tiny_model, token_ids
 
 
@@ -173,6 +174,17 @@ def test_packed_experts_export_the_same(family: str, tmp_path: Path) -> None:
     mine, stock = (load_file(tmp_path / str(packed) / "adapter_model.safetensors") for packed in (True, False))
     assert list(mine) == list(stock)
     assert all(torch.equal(mine[name], stock[name]) for name in stock)
+
+
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+def test_trained_with_dropout(family: str, tmp_path: Path) -> None:
+    """What stock PEFT fuses again takes none, so the exported config has none."""
+    packed, plain = packed_and_float(family)
+    ours = get_peft_model(packed, lora_config(lora_dropout=0.1))
+    randomize(ours)
+    export_adapter(ours, tmp_path)
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    assert relative_error(logits(loaded), logits(ours.eval())) < 1e-5
 
 
 def test_other_adapter_and_scale(tmp_path: Path) -> None:

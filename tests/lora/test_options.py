@@ -68,6 +68,15 @@ def test_options_mean_what_they_mean_in_peft(family: str, form: str, changes: di
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_target_that_matches_nothing_is_reported(form: str) -> None:
+    """One misspelt name among others would leave half of the experts out in silence."""
+    packed, _ = packed_and_float("qwen3_moe", form)
+    targets = ["experts.gate_up_proj", "experts.dwn_proj"]
+    with pytest.warns(RuntimeWarning, match=r"\['experts.dwn_proj'\] match no parameter and are ignored"):
+        get_peft_model(packed, lora_config(target_parameters=targets))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_pattern_that_matches_nothing_is_reported(form: str) -> None:
     """PEFT's warning stays, for the keys it is true of."""
     packed, _ = packed_and_float("qwen3_moe", form)

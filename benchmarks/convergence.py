@@ -62,8 +62,8 @@ class Size:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 60
     rank: int = 16
-    batch: int = 4
-    learning_rate: float = 1e-3
+    batch: int = 8
+    learning_rate: float = 2e-3
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -122,6 +122,8 @@ def run(size: Size) -> Result:
             for arm in ARMS:
                 found = fresh_process(measure, arm, seed, size, Path(folder) / "moe-bf16", blocks, held_out)
                 losses[arm] |= {f"seed{seed}_{when}": loss for when, loss in found.items()}
+                before, after = found["before"], found["after"]
+                print(f"{arm}, seed {seed}: {before:.3f} to {after:.3f}", file=sys.stderr, flush=True)
     for when in ("before", "after"):
         for arm in ARMS:
             own, stock = ([losses[a][f"seed{seed}_{when}"] for seed in size.seeds] for a in (arm, "stock_peft"))
@@ -141,4 +143,4 @@ def verify(outputs: dict[str, dict[str, Any]]) -> None:
                 raise OutputsDiffer(f"{arm}: {name} is {after:.3f}, no lower than before training")
 
 
-CASE = Case("convergence", run, verify, {"full": Size(), "toy": Size(toy_model, (0,), steps=20, learning_rate=5e-2)})
+CASE = Case("convergence", run, verify, {"full": Size(), "toy": Size(toy_model, (0,), steps=20, batch=4, learning_rate=5e-2)})

@@ -184,16 +184,17 @@ def _config(size: Size, dims: Dims, tokens: int) -> dict[str, Any]:
 
 
 def verify(outputs: dict[str, dict[str, Any]]) -> None:
-    """No output or gradient is further from float32 than stock PEFT's (5 % allowed, as both round to bf16).
+    """No output or gradient is further from float32 than stock PEFT's, but for 10 %.
 
-    Each kind is compared over all sizes at once: a handful of numbers says little about rounding.
+    Both round to bf16, at other places: here also ``x A^T`` between the two products, there ``W + B A``. Each kind is
+    compared over all sizes at once: a handful of numbers says little about rounding.
     """
     kinds = sorted({name.split("_", 2)[2] for name in outputs["reference"]})
     for kind in kinds:
         names = sorted(name for name in outputs["reference"] if name.split("_", 2)[2] == kind)
         flat = {arm: torch.cat([values[n].double().flatten() for n in names]) for arm, values in outputs.items()}
         errors = {arm: error(flat[arm], flat["reference"]) for arm in ARMS}
-        if not errors["hf_qmoe"] <= 1.05 * errors["stock_peft"]:
+        if not errors["hf_qmoe"] <= 1.1 * errors["stock_peft"]:
             raise OutputsDiffer(f"{kind}: errors against float32 are {errors}")
 
 
@@ -201,5 +202,5 @@ CASE = Case(
     "expert_lora",
     run,
     verify,
-    {"full": Size(), "toy": Size((Dims(4, 64, 64, 2),), tokens=(1, 16), rank=4, rounds=3, passes=1)},
+    {"full": Size(), "toy": Size((Dims(4, 256, 128, 2),), tokens=(16, 64), rank=4, rounds=3, passes=1)},
 )

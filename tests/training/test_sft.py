@@ -6,12 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_qmoe import QMoEConfig
 from tests.support.checkpoints import load
 from tests.support.layers import counted
-from tests.support.lora import EXPERTS, FORMS, expert_lora_tensors, lora_tensors, relative_error
+from tests.support.lora import EXPERTS, FORMS, expert_lora_tensors, lora_tensors
 from tests.training.test_expert_lora import assert_same, factors, frozen
 from tests.training.test_trainer import CHECKPOINTING, losses
 
@@ -183,7 +185,9 @@ def test_resume_continues_the_run(
 ) -> None:
     """A run with dropout that is stopped at step 2 and resumed in a new model goes on as one that was not stopped.
 
-    But for rounding: PEFT loads the adapter of a checkpoint in float32, where TRL had made it bfloat16.
+    But for rounding: PEFT loads the adapter of a checkpoint in float32, where TRL had made it bfloat16. AdamW moves
+    an entry whose gradient is all rounding by a whole step, so the adapters differ by some; by far less than the
+    resumed steps have moved them.
     """
     switches = {**CHECKPOINTING["non_reentrant"], "save_strategy": "steps", "save_steps": 2}
     path = text_checkpoints["qwen3_moe"]
@@ -193,9 +197,15 @@ def test_resume_continues_the_run(
     again = train(resumed, tmp_path / "whole" / "checkpoint-2")
     assert again[:2] == history[:2]  # from the checkpoint's log
     assert again[2:] == pytest.approx(history[2:], rel=1e-3)
-    expected = factors(whole.model)
-    for name, value in factors(resumed.model).items():
-        assert relative_error(value, expected[name]) < 3e-2, name
+    expected, found = factors(whole.model), factors(resumed.model)
+    stopped = load_file(tmp_path / "whole" / "checkpoint-2" / "adapter_model.safetensors")
+    start = {name: stopped[name.replace(".default.", ".")] for name in expected}
+    assert distance(found, expected) < 0.15 * distance(start, expected)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of two adapters, in the Frobenius norm."""
+    return sum((one[name].double() - other[name].double()).square().sum().item() for name in one) ** 0.5
 
 
 @by_form

@@ -143,4 +143,6 @@ def verify(outputs: dict[str, dict[str, Any]]) -> None:
                 raise OutputsDiffer(f"{arm}: {name} is {after:.3f}, no lower than before training")
 
 
-CASE = Case("convergence", run, verify, {"full": Size(), "toy": Size(toy_model, (0,), steps=20, batch=4, learning_rate=5e-2)})
+CASE = Case(
+    "convergence", run, verify, {"full": Size(), "toy": Size(toy_model, (0,), steps=20, batch=4, learning_rate=5e-2)}
+)

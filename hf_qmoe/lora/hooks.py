@@ -1,4 +1,4 @@
-"""Where PEFT is told of packed experts: methods of its `LoraModel`, wrapped when `hf_qmoe` is imported.
+"""Where PEFT is told of packed experts: methods of its own (`HOOKED`), wrapped when `hf_qmoe` is imported.
 
 PEFT can register custom LoRA layers per config only, which an adapter on disk does not remember. Each wrapped method
 does what PEFT's does for a model without packed parameters.
@@ -71,7 +71,7 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     # Called after PEFT has worked out the targets and before it changes the first module.
     def prepare_model(self: Any, peft_config: LoraConfig, model: nn.Module) -> Any:
         if _has_packed(model):
-            before: LoraConfig = self._qmoe_before
+            before: LoraConfig = getattr(self, "_qmoe_before", peft_config)
             rescale(peft_config, before.alpha_pattern or {})
             check_config(peft_config, model)
             _check_names(peft_config, before, model)

@@ -107,9 +107,13 @@ def test_bitsandbytes_own_parametrization_beside_ours() -> None:
     assert not any(key[0] == id(ours) for key in parametrize._cache)
 
 
-def test_the_floor_is_named_once() -> None:
-    """pyproject, the import check and the version that `make floor` installs agree."""
-    (declared,) = re.findall(r'"bitsandbytes>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
-    (tested,) = re.findall(r"^FLOOR := bitsandbytes==([\d.]+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    assert Version(declared) == Version(MINIMUM["bitsandbytes"]) == Version(tested)
-    assert Version(version("bitsandbytes")) >= Version(declared)
+@pytest.mark.parametrize("package", ["bitsandbytes", "peft"])
+def test_the_floor_is_named_once(package: str) -> None:
+    """pyproject, the import check (of bitsandbytes) and the version that `make floor` installs agree."""
+    (declared,) = re.findall(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    floor = re.search(r"^FLOOR := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert floor
+    (tested,) = re.findall(rf"{package}==([\d.]+)", floor[1])
+    assert (Version(tested).major, Version(tested).minor) == (Version(declared).major, Version(declared).minor)
+    assert Version(MINIMUM.get(package, declared)) == Version(declared)
+    assert Version(version(package)) >= Version(declared)

@@ -31,13 +31,3 @@ def split_lora_A(lora_A: Tensor, num_experts: int) -> Tensor:
 def split_lora_B(lora_B: Tensor, num_experts: int) -> Tensor:
     """``[out, R * E]`` as ``[E, out, R]``, a view (not contiguous)."""
     return lora_B.view(lora_B.shape[0], -1, num_experts).permute(2, 0, 1)
-
-
-def join_lora_A(experts: Tensor) -> Tensor:
-    """Inverse of `split_lora_A`."""
-    return experts.reshape(-1, experts.shape[-1])
-
-
-def join_lora_B(experts: Tensor) -> Tensor:
-    """Inverse of `split_lora_B`, contiguous."""
-    return experts.permute(1, 2, 0).reshape(experts.shape[1], -1)

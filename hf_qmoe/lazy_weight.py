@@ -228,7 +228,8 @@ class LazyWeight(Tensor):
             if noted is not None:
                 return noted
         weights = [t for t in _tensors((args, kwargs)) if isinstance(t, LazyWeight)]
-        _refuse_writing(func, args, kwargs)
+        if writes_to(LazyWeight, func, args, kwargs):
+            raise _read_only(str(func))
         if func not in _PRODUCTS or len(weights) != 1:
             args, kwargs = _replace((args, kwargs), LazyWeight, LazyWeight.unpack)
             return func(*args, **kwargs)
@@ -303,12 +304,14 @@ def _experts(source: _Source, func: Any, args: tuple[Any, ...]) -> tuple[_Source
     return (source.narrow(start, stop), (0, 0, stop - start)) if step == 1 and start < stop else None
 
 
-def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def writes_to(kind: type[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation `func` would write to a tensor of `kind` among its arguments."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if any(isinstance(tensor, LazyWeight) for tensor in _tensors(value)):
-                raise _read_only(str(func))
+            if any(isinstance(tensor, kind) for tensor in _tensors(value)):
+                return True
+    return False
 
 
 def _read_only(what: str) -> RuntimeError:

@@ -48,9 +48,12 @@ def rescale(config: LoraConfig, before: dict[str, float]) -> None:
 
 def unmatched_patterns(config: LoraConfig, names: Iterable[str]) -> list[str]:
     """Keys of ``rank_pattern`` and ``alpha_pattern`` that match none of the adapted `names`."""
-    names = list(names)
-    keys = {*(config.rank_pattern or {}), *(config.alpha_pattern or {})}
-    return sorted(key for key in keys if not any(re.match(rf"(.*\.)?({key})$", name) for name in names))
+    return unmatched({*(config.rank_pattern or {}), *(config.alpha_pattern or {})}, list(names))
+
+
+def unmatched(patterns: Iterable[str], names: list[str]) -> list[str]:
+    """Those of `patterns` that match none of `names`, as PEFT matches keys of ``rank_pattern``."""
+    return sorted(p for p in patterns if not any(re.match(rf"(.*\.)?({p})$", name) for name in names))
 
 
 def misread_patterns(config: LoraConfig, names: Iterable[str], was_converted: bool) -> str | None:

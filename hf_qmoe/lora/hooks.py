@@ -21,12 +21,12 @@ from torch import nn
 
 from hf_qmoe.lora import loading
 from hf_qmoe.lora.checks import check_config, matches, targeted_parameters
-from hf_qmoe.lora.conversion_fixes import keep_linears, misread_patterns, rescale
+from hf_qmoe.lora.conversion_fixes import keep_linears, misread_patterns, rescale, unmatched
 from hf_qmoe.lora.inject import inject_parameters
 from hf_qmoe.lora.merge import forget_packed, unquantized_dtype, unquantized_modules
 from hf_qmoe.lora.merge_model import check_finite
 from hf_qmoe.lora.names import float_names
-from hf_qmoe.lora.packed import packed_modules, packed_names, packed_parameter, without_base_layer
+from hf_qmoe.lora.packed import has_packed, packed_names, packed_parameter, without_base_layer
 from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.weighted import allow_stacks, combine, skip_stacks
 from hf_qmoe.lora.wrapper import ParamWrapper
@@ -49,13 +49,9 @@ def install() -> None:
             setattr(owner, name, kind(wrapped) if kind else wrapped)
 
 
-def _has_packed(model: nn.Module) -> bool:
-    return any(True for _ in packed_modules(model))
-
-
 def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if not _has_packed(model):
+        if not has_packed(model):
             return original(self, model, adapter_name, *args, **kwargs)
         config = self.peft_config[adapter_name]
         with unchanged_on_error(model), float_names(model), _right_about_patterns(self, adapter_name):
@@ -70,7 +66,7 @@ def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     # Called after PEFT has worked out the targets and before it changes the first module.
     def prepare_model(self: Any, peft_config: LoraConfig, model: nn.Module) -> Any:
-        if _has_packed(model):
+        if has_packed(model):
             before: LoraConfig = getattr(self, "_qmoe_before", peft_config)
             rescale(peft_config, before.alpha_pattern or {})
             check_config(peft_config, model)
@@ -189,7 +185,7 @@ def _right_about_patterns(tuner: Any, adapter_name: str) -> Iterator[None]:
         found = _PATTERN_WARNING.match(message)
         if found:
             kind = f"{found[1]}_pattern"
-            unused = sorted(p for p in getattr(config, kind) if not any(re.match(rf"(.*\.)?({p})$", n) for n in names))
+            unused = unmatched(getattr(config, kind), names)
             if not unused:
                 continue
             message = f"The following {kind} keys match no adapted module or parameter and are ignored: {unused}."

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from hf_qmoe.logging import get_logger
 from hf_qmoe.lora.checks import check_axes
-from hf_qmoe.lora.packed import packed_modules
+from hf_qmoe.lora.packed import has_packed
 from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.wrapper import ParamWrapper
 
@@ -133,7 +133,7 @@ def save_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_packed(model: nn.Module) -> bool:
     """Also where nothing packed was wrapped: then an adapter with factors for experts has no place for them."""
-    return any(isinstance(m, ParamWrapper) for m in model.modules()) or any(True for _ in packed_modules(model))
+    return any(isinstance(m, ParamWrapper) for m in model.modules()) or has_packed(model)
 
 
 def _overwritten(model: nn.Module, adapter_name: str) -> list[Tensor]:

@@ -210,7 +210,6 @@ def _unquantize(module: nn.Module, name: str, dtype: torch.dtype | None) -> None
             }
             restore_parameter(module, name, unquantized_dtype(module, name, dtype))
             module.get_parameter(name).requires_grad_(False)
-            _order(module._parameters, record.names)
 
 
 def unquantized_dtype(module: nn.Module, name: str, dtype: torch.dtype | None) -> torch.dtype:

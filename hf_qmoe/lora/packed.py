@@ -46,6 +46,11 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]
             yield path, module, names
 
 
+def has_packed(model: nn.Module) -> bool:
+    """Whether any module of `model` has packed parameters."""
+    return any(True for _ in packed_modules(model))
+
+
 def without_base_layer(path: str) -> str:
     """The path that a module has in the float model, without PEFT's wrappers."""
     return ".".join(part for part in path.split(".") if part != "base_layer")

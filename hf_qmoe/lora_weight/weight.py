@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from hf_qmoe.lazy_weight import writes_to
 from hf_qmoe.lora_weight.term import Join, Term, dense, drops, refuse_dropout, refuse_writing
 
 
@@ -82,11 +83,8 @@ class LoraWeight(Tensor):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # autograd's own
             return LoraWeight(args[0]._constant, tuple(term.detached() for term in args[0]._terms))
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[index] if index < len(args) else kwargs.get(argument.name)
-                if any(isinstance(leaf, LoraWeight) for leaf in tree_leaves(written)):
-                    raise refuse_writing(str(func))
+        if writes_to(LoraWeight, func, args, kwargs):
+            raise refuse_writing(str(func))
         unpacked = tree_map_only(LoraWeight, lambda w: dense(w._constant, checked(w, str(func))), (args, kwargs))
         return func(*unpacked[0], **unpacked[1])
 

@@ -102,6 +102,8 @@ class QMoEConfig(BitsAndBytesConfig):
         if bnb_4bit_compute_dtype is None:
             self.bnb_4bit_compute_dtype: torch.dtype | None = None
         self.quant_method = QUANT_METHOD
+        #: While a checkpoint of another method is loaded: what reads it (`hf_qmoe.sources.source.Source`). Not saved.
+        self.source: Any = None
 
     def post_init(self) -> None:
         """Checks every field; called by the constructor.

@@ -29,6 +29,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe import metadata
+from hf_qmoe.layout import by_expert
 from hf_qmoe.linears import quantize_linear_weight
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import SUFFIXES, PackedModule, as_stored
@@ -155,8 +156,8 @@ class PackingConverter(WeightConverter):
         self, layer_name: str, num_experts: int, model: PreTrainedModel, config: Any
     ) -> Iterator[Tensor]:
         collected = {p: self.collected_tensors.pop(p) for p in self.source_patterns if p in self.collected_tensors}
-        self._check_complete(layer_name, num_experts, {p: len(tensors) for p, tensors in collected.items()})
-        if _only_concatenates(self.operations):
+        self.check_complete(layer_name, num_experts, {p: len(tensors) for p, tensors in collected.items()})
+        if is_concatenation(self.operations):
             yield from _concatenated_one_by_one(layer_name, num_experts, list(collected.values()))
             return
         for expert in range(num_experts):
@@ -179,8 +180,17 @@ class PackingConverter(WeightConverter):
             yield (merged[0] if isinstance(merged, list) else merged)[0]
             del merged
 
-    def _check_complete(self, layer_name: str, num_experts: int, counts: dict[str, int]) -> None:
-        """Every source has each expert exactly once: a list that is one short would shift all experts behind it."""
+    def check_complete(self, layer_name: str, num_experts: int, counts: dict[str, int]) -> None:
+        """Checks that every source has each expert exactly once.
+
+        A list that is one short would shift all experts behind it.
+
+        Args:
+            counts: tensors that were found, by source pattern.
+
+        Raises:
+            ValueError: experts are missing, or there are others.
+        """
         keys = sorted({key for keys in self.layer_targets.values() for key in keys})
         expected = set(range(num_experts))
         for pattern in self.source_patterns:
@@ -202,9 +212,11 @@ class PackingConverter(WeightConverter):
                 )
 
 
-def _only_concatenates(operations: list[ConversionOps]) -> bool:
+def is_concatenation(operations: list[ConversionOps]) -> bool:
     """Whether `operations` merge experts and concatenate rows, as for gate and up, or merge one projection."""
-    _, *rest = operations
+    merge, *rest = operations
+    if not (isinstance(merge, MergeModulelist) and merge.dim == 0):
+        return False
     return not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)
 
 
@@ -259,7 +271,7 @@ def pack_merged(model: nn.Module, merged: dict[str, Any]) -> dict[str, Any]:
                 f"{full_name}: the checkpoint has shape {tuple(stack.shape)}, expected {module.float_shape(name)}; "
                 "it belongs to another config"
             )
-        out.update(pack_parameter(module, full_name, stack))
+        out.update(pack_parameter(module, full_name, by_expert(stack, module.num_experts_of(name))))
     return out
 
 
@@ -279,8 +291,7 @@ def pack_parameter(
     Raises:
         ValueError: a wrong shape, or values that are not finite.
     """
-    path, _, name = full_name.rpartition(".")
-    template = module.stack(name)
+    template = module.stack(full_name.rpartition(".")[2])
     stack: PackedStack | None = None
     for index, expert in enumerate(experts):
         if stack is None:
@@ -298,12 +309,17 @@ def pack_parameter(
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from None
     assert stack is not None
+    return stored_parameters(module, full_name, stack)
+
+
+def stored_parameters(module: PackedModule, full_name: str, stack: PackedStack) -> dict[str, nn.Parameter | Tensor]:
+    """Packed parameter, scales and ``quant_metadata`` of `stack`, which is to be `module`'s, by full name."""
     out: dict[str, nn.Parameter | Tensor] = {
         full_name + SUFFIXES[field]: nn.Parameter(as_stored(tensor), requires_grad=False)
         for field, tensor in stack.tensors().items()
     }
     description = metadata.encode(module.description)
-    out[f"{path}.quant_metadata"] = description.to(stack.packed.device)
+    out[f"{full_name.rpartition('.')[0]}.quant_metadata"] = description.to(stack.packed.device)
     return out
 
 
@@ -417,7 +433,7 @@ def targets_any(transform: WeightTransform, names: Iterable[str]) -> bool:
     return any(pattern.search(name) for pattern in patterns for name in names)
 
 
-def _identity_converters(names: Iterable[str]) -> list[PackingConverter]:
+def identity_converters(names: Iterable[str]) -> list[PackingConverter]:
     """Converters for checkpoints that hold the stacks fused already, one per distinct name after the layer number."""
     tails = {re.split(r"\.\d+\.", name)[-1] for name in names}
     return [PackingConverter([re.escape(tail)], [tail], operations=[QMoEKeep()]) for tail in sorted(tails)]
@@ -427,7 +443,7 @@ def packing_conversions(conversions: list[WeightTransform], model: nn.Module) ->
     """The conversions of a load that packs: expert converters replaced, the others kept in their order."""
     names = packed_parameter_names(model)
     replaced = [PackingConverter.replacing(c) if targets_any(c, names) else c for c in conversions]
-    return [*replaced, *_identity_converters(names)]
+    return [*replaced, *identity_converters(names)]
 
 
 def quantized_parameter_names(model: nn.Module) -> list[str]:

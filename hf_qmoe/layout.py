@@ -30,17 +30,21 @@ def is_transposed(module: nn.Module) -> bool:
 def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """``(E, N, K)`` of each stack of a float experts module, by parameter name, whatever its layout.
 
-    Of a module that does not follow the experts interface, these are its 3-D float parameters, as they lie.
+    Of a module that does not follow the experts interface, these are its 3-D float parameters, as they lie; if it has
+    none and says how many experts it has, its matrices of that many times the same rows (DBRX).
 
     Raises:
         ValueError: a stack is missing or is not a float ``[E, ., .]`` tensor.
     """
     shapes: dict[str, tuple[int, int, int]] = {}
     if not follows_experts_interface(module):
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and parameter.is_floating_point():
-                shapes[name] = (parameter.shape[0], parameter.shape[1], parameter.shape[2])
-        return shapes
+        floats = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False) if p.is_floating_point()}
+        stacks = {n: shape for n, shape in floats.items() if len(shape) == 3 and min(shape[1:]) > 1}
+        count = getattr(module, "moe_num_experts", None)
+        if not stacks and isinstance(count, int) and count > 1:
+            matrices = {n: shape for n, shape in floats.items() if len(shape) == 2 and shape[0] % count == 0}
+            stacks = {n: (count, rows // count, columns) for n, (rows, columns) in matrices.items()}
+        return stacks
     for name in stack_names(bool(module.has_gate)):
         weights = getattr(module, name, None)
         if not isinstance(weights, Tensor) or weights.ndim != 3 or not weights.is_floating_point():
@@ -51,6 +55,11 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     return shapes
 
 
+def by_expert(weights: Tensor, num_experts: int) -> Tensor:
+    """A float parameter as ``[E, ., .]``, whether it is stored so or as the rows of all experts in one matrix."""
+    return weights if weights.ndim == 3 else weights.view(num_experts, -1, weights.shape[-1])
+
+
 def check_values(module: nn.Module, quant_type: str, name: str = "") -> None:
     """Raises `ValueError` unless every weight of a float experts module is finite in `quant_type`.
 
@@ -58,8 +67,8 @@ def check_values(module: nn.Module, quant_type: str, name: str = "") -> None:
         name: of the module, for the message.
     """
     passthrough = get_format(quant_type).passthrough
-    for parameter_name in float_stack_shapes(module):
-        for expert, weight in enumerate(getattr(module, parameter_name)):
+    for parameter_name, (experts, *_) in float_stack_shapes(module).items():
+        for expert, weight in enumerate(by_expert(getattr(module, parameter_name), experts)):
             values = weight if passthrough is None else weight.to(passthrough)
             if not torch.isfinite(values).all():
                 where = f"{name or type(module).__name__}.{parameter_name}"

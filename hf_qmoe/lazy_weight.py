@@ -45,6 +45,9 @@ _NOTED = {
 #: Of these, views: a cast behind them can be done while unpacking.
 _VIEWS = _NOTED - {aten.clone.default, aten.index.Tensor, aten.index_select.default, aten._to_copy.default}
 
+#: Of these, ways to view a matrix with the rows of all experts as a stack of them.
+_RESHAPES = {aten.view.default, aten._reshape_alias.default, aten._unsafe_view.default}
+
 #: Products of their last two arguments, whose result never shares memory with the weight: it may lie in the reused
 #: buffer.
 _PRODUCTS = {
@@ -79,6 +82,11 @@ class _Source:
         views: dict[str, Any] = {name: tensor.detach() for name, tensor in stack.tensors().items()}
         stack = replace(stack, **views)
         return cls(stack, stack, tuple(map(_version, views.values())), dtype, shape, transposed)
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """Shape of the stack itself; never that of a transposed one, which cannot be viewed so."""
+        return () if self.transposed else (self.stack.num_experts, self.stack.out_features, self.stack.in_features)
 
     @property
     def by_expert(self) -> bool:
@@ -257,6 +265,8 @@ class LazyWeight(Tensor):
         if func is aten._to_copy.default and self._can_unpack_in(geometry):
             return LazyWeight(replace(self._source, dtype=geometry.dtype), self._steps, geometry)
         source = self._source
+        if not self._steps and func in _RESHAPES and tuple(geometry.shape) == source.stack_shape:
+            return LazyWeight(replace(source, shape=source.stack_shape), (), geometry)
         if not self._steps and source.by_expert and func in (aten.select.int, aten.slice.Tensor):
             narrowed = _experts(source, func, args)
             if narrowed is not None:

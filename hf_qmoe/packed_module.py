@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qmoe import metadata
-from hf_qmoe.layout import check_values, float_stack_shapes, is_transposed, stack_names
+from hf_qmoe.layout import by_expert, check_values, float_stack_shapes, is_transposed, stack_names
 from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import get_format
 from hf_qmoe.packed import PackedStack
@@ -61,7 +61,7 @@ def pack_float_stacks(
         weights = getattr(module, name)
         if weights.is_meta:
             continue
-        for expert, weight in enumerate(weights.detach()):
+        for expert, weight in enumerate(by_expert(weights.detach(), stack.num_experts)):
             stack.quantize_expert_(expert, weight.t() if transposed else weight)
         setattr(module, name, None)  # one stack of full-precision weights at a time
     return stacks
@@ -143,7 +143,7 @@ class PackedModule(nn.Module):
         names = (name + suffix for name in self.stack_names for suffix in SUFFIXES.values())
         return *(name for name in names if getattr(self, name, None) is not None), "quant_metadata"
 
-    def float_shape(self, name: str) -> tuple[int, int, int]:
+    def float_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the float parameter that `name` stands for, in the model's own layout."""
         facts = self._description["stacks"][name]  # the tensor may be partitioned, and empty
         features = (facts["out_features"], facts["in_features"])

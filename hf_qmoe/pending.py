@@ -20,6 +20,7 @@ class PendingParametrization(PackedModule):
 
     _model_class: type[nn.Module]
     _experts: dict[str, int]
+    _shapes: dict[str, tuple[int, ...]]
 
     @classmethod
     def pack(
@@ -33,17 +34,20 @@ class PendingParametrization(PackedModule):
         """Turns an experts module into this, in place. On the meta device only shapes are made, for a loader to fill.
 
         Args:
-            module: follows transformers' experts interface, or has 3-D float parameters, which are packed as they lie.
+            module: follows transformers' experts interface, or has stacks (`float_stack_shapes`), packed as they lie.
             compute_dtype: dtype of the weights as forward will see them; `None` is that of the parameters.
 
         Raises:
             ValueError: a shape or format that cannot be packed, or weights that are not finite.
         """
-        compute_dtype = compute_dtype or next(getattr(module, name).dtype for name in float_stack_shapes(module))
+        names = list(float_stack_shapes(module))
+        compute_dtype = compute_dtype or getattr(module, names[0]).dtype
+        shapes = {name: tuple(getattr(module, name).shape) for name in names}
         stacks = pack_float_stacks(module, quant_type, blocksize, double_quant)
         module.__class__ = _pending_class(type(module))  # type: ignore[arg-type]
         assert isinstance(module, PendingParametrization)
         module._experts = {name: stack.num_experts for name, stack in stacks.items()}
+        module._shapes = shapes
         module._set_stacks(stacks, compute_dtype)
         module._is_hf_initialized = True  # type: ignore[assignment]
         return module
@@ -57,14 +61,18 @@ class PendingParametrization(PackedModule):
         """E of one stack."""
         return self._experts[name]
 
+    def float_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the float parameter that `name` stands for."""
+        return self._shapes[name]
+
     def parametrize(self) -> nn.Module:
         """Makes the module what it was, of its own class, with parametrized parameters."""
         stacks = self.stacks()
-        shapes = {name: self.float_shape(name) for name in stacks}
+        shapes = self._shapes
         transposed, dtype = self.packs_transposed, self.compute_dtype
         assert dtype is not None
         self._forget_stacks()
-        del self._experts
+        del self._experts, self._shapes
         self.__class__ = self._model_class  # type: ignore[assignment]
         for name, stack in stacks.items():
             attach_stack(self, name, stack, shapes[name], dtype, fixed_dtype=True, transposed=transposed)

@@ -33,13 +33,19 @@ from hf_qmoe.naming import first_match
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
 from hf_qmoe.parametrize import packed_parametrizations, restore_parameter
 from hf_qmoe.pending import PendingParametrization
+from hf_qmoe.requantize import Checkpoint, requantizing_conversions, skipped_modules, without_requantizing
 from hf_qmoe.selection import (
     experts_modules,
     experts_to_pack,
     is_parametrized_form,
+    left_alone,
     linears_to_skip,
+    refuse_leftovers,
+    refuse_unplanned,
     warn_unused_patterns,
 )
+from hf_qmoe.sources.tensors import CheckpointTensors
+from hf_qmoe.ties import describe_tied, tie_scales
 
 
 logger = get_logger(__name__)
@@ -57,6 +63,13 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         # The suffixes let a parallel plan for `experts.gate_up_proj` cover its scales too.
         **{name: [name + s for s in SUFFIXES.values()] for name in ("gate_up_proj", "up_proj", "down_proj")},
     }
+
+    def __init__(self, quantization_config: QMoEConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if quantization_config.source is not None:  # to be packed as it is loaded, as a float checkpoint is
+            self.pre_quantized = False
+        self._checkpoint: Checkpoint | None = None
+        self._left_alone: set[str] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Checks as bitsandbytes' quantizer; without quantized linears any placement is fine."""
@@ -78,8 +91,13 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        check_files(checkpoint_files, self.pre_quantized)
-        prepare_model(model, self.quantization_config, self.pre_quantized, device_map)
+        source = self.quantization_config.source
+        check_files(checkpoint_files, self.pre_quantized or source is not None)
+        if source is not None:
+            self._checkpoint = Checkpoint(source, CheckpointTensors(checkpoint_files or []), device_map)
+            skipped = [*(self.quantization_config.modules_to_not_convert or []), *skipped_modules(model, source)]
+            self.quantization_config.modules_to_not_convert = skipped or None
+        self._left_alone = prepare_model(model, self.quantization_config, self.pre_quantized, device_map)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """True for tensors of packed experts and the weights of bitsandbytes' linears."""
@@ -115,6 +133,8 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     ) -> list[WeightTransform]:
         """Replaces the model's expert converters by packing ones, or drops them where the checkpoint is packed."""
         setattr(model, _FLOAT_CONVERSIONS, list(weight_conversions))
+        if self._checkpoint is not None:
+            return requantizing_conversions(weight_conversions, model, self._checkpoint)
         if not self.pre_quantized:
             return packing_conversions(weight_conversions, model)
         return without_quantized_targets(weight_conversions, model) + linear_conversions(model, self)
@@ -122,12 +142,18 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     # -- after loading ------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        describe_tied(model)
         refuse_incomplete(model)
         parametrize_pending(model)
+        refuse_unplanned(model, self._left_alone)
         names = quantized_parameter_names(model)
         floats: list[WeightTransform] = getattr(model, _FLOAT_CONVERSIONS)
         setattr(model, _FLOAT_CONVERSIONS, [c for c in floats if c.was_used() or targets_any(c, names)])
-        set_saved_conversions(model, getattr(model, "_weight_conversions", None) or [])
+        conversions = getattr(model, "_weight_conversions", None) or []
+        if self._checkpoint is not None:
+            conversions = without_requantizing(conversions)
+            self.quantization_config.source = self._checkpoint = None
+        set_saved_conversions(model, conversions)
         model.is_loaded_in_4bit = True
         attach_counters(model)
         return model
@@ -170,6 +196,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         for module in model.modules():
             for name in [name for name, _, _ in packed_parametrizations(module)]:
                 restore_parameter(module, name, dtype)
+        model.tie_weights()  # what was tied packed has been unpacked twice
         if dtype != before:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == before:  # what the model keeps in float32 stays
@@ -188,21 +215,29 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
                 module.config.__dict__.pop("_is_quantized", None)
 
 
-def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: bool, device_map: Any = None) -> None:
-    """Replaces modules of a model on the meta device by their packed forms, for a loader to fill."""
+def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: bool, device_map: Any = None) -> set[str]:
+    """Replaces modules of a model on the meta device by their packed forms, for a loader to fill.
+
+    Returns:
+        names of the experts that stay in full precision (`left_alone`).
+    """
     warn_unused_patterns(model, config)
     chosen = experts_to_pack(model, config)
     skipped_linears = linears_to_skip(model, config)
+    floats = left_alone(model, config, chosen, skipped_linears)
+    refuse_leftovers(model, config, floats)
     compute_dtype = resolve_compute_dtype(model, config)
     with torch.device("meta"):
         for name, quant_type in chosen.items():
             pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
+    tie_scales(model)
     if not config.quantize_linears:
-        return
+        return floats
     if config.llm_int8_enable_fp32_cpu_offload and isinstance(device_map, dict):
         offloaded = [re.escape(key) for key, value in device_map.items() if value in ("cpu", "disk")]
         skipped_linears += [name for name, _ in model.named_modules() if first_match(name, offloaded)]
     replace_linears(model, skipped_linears, config, compute_dtype, pre_quantized)
+    return floats
 
 
 def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.dtype:
@@ -326,12 +361,14 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     compute_dtype = resolve_compute_dtype(model, config)
     skipped_linears = linears_to_skip(model, config)
     chosen = experts_to_pack(model, config)
+    refuse_leftovers(model, config, left_alone(model, config, chosen, skipped_linears))
     conversions = getattr(model, "_weight_conversions", None)
     setattr(model, _FLOAT_CONVERSIONS, conversions)
     for name, quant_type in chosen.items():  # all checks before the first change
         check_values(model.get_submodule(name), quant_type, name)
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
+    tie_scales(model)
     parametrize_pending(model)
     if config.quantize_linears:
         replace_linears(model, skipped_linears, config, compute_dtype)

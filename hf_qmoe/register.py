@@ -1,5 +1,6 @@
 """Telling transformers and PEFT about the method. Importing `hf_qmoe` does this once; doing it again is harmless."""
 
+from functools import wraps
 from typing import Any
 
 from transformers.quantizers import auto
@@ -7,6 +8,10 @@ from transformers.quantizers import auto
 from hf_qmoe.config import QUANT_METHOD, QMoEConfig
 from hf_qmoe.lora import hooks
 from hf_qmoe.quantizer import HintingBnb4BitHfQuantizer, QMoEHfQuantizer
+from hf_qmoe.sources.merge import is_own, merged_config
+
+
+_ORIGINAL = "_qmoe_original"
 
 
 def register() -> None:
@@ -20,7 +25,23 @@ def register() -> None:
     current = auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
     if current.__name__ in ("Bnb4BitHfQuantizer", HintingBnb4BitHfQuantizer.__name__):
         auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = HintingBnb4BitHfQuantizer
+    _read_foreign_checkpoints()
     hooks.install()
+
+
+def _read_foreign_checkpoints() -> None:
+    """Lets a `QMoEConfig` be passed for a checkpoint that another method has quantized."""
+    current = auto.AutoHfQuantizer.merge_quantization_configs.__func__
+    original = getattr(current, _ORIGINAL, current)
+
+    @wraps(original)
+    def merge_quantization_configs(cls: type, stored: Any, wanted: Any) -> Any:
+        if isinstance(wanted, QMoEConfig) and not is_own(stored):
+            return merged_config(stored, wanted)
+        return original(cls, stored, wanted)
+
+    setattr(merge_quantization_configs, _ORIGINAL, original)
+    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)
 
 
 def _put(registry: dict[str, Any], name: str, cls: type) -> None:

@@ -1,6 +1,7 @@
 """Which modules a config packs, replaces or leaves alone. No arithmetic, no weights."""
 
 import re
+from collections.abc import Container, Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,6 +13,7 @@ from hf_qmoe.layout import can_pack, float_stack_shapes, follows_experts_interfa
 from hf_qmoe.logging import get_logger
 from hf_qmoe.naming import first_match
 from hf_qmoe.source_code import weight_is_read
+from hf_qmoe.structure import LARGE, expert_counts, expert_lists, leftovers, looks_like_experts
 
 
 logger = get_logger(__name__)
@@ -19,22 +21,20 @@ logger = get_logger(__name__)
 #: Block size of bitsandbytes' linears.
 LINEAR_BLOCKSIZE = 64
 
-#: Config fields by which a model says that it has routed experts.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
 
 def experts_modules(model: nn.Module, form: str = "nbit") -> dict[str, nn.Module]:
     """Float experts modules that can be packed, by name.
 
     Args:
         form: ``nbit``: those that follow transformers' experts interface. ``auto`` and ``parametrize``: also others
-            that are called experts and have 3-D float parameters.
+            that look like experts (`hf_qmoe.structure.looks_like_experts`).
     """
+    counts = set(expert_counts(model).values())
     return {
         name: module
         for name, module in model.named_modules()
         if not isinstance(module, ExpertsNbit)
-        and (follows_experts_interface(module) or (form != "nbit" and _looks_like_experts(name, module)))
+        and (follows_experts_interface(module) or (form != "nbit" and looks_like_experts(name, module, counts)))
     }
 
 
@@ -43,11 +43,6 @@ def is_parametrized_form(module: nn.Module, config: QMoEConfig) -> bool:
     if config.experts_module == "auto":
         return not follows_experts_interface(module)
     return config.experts_module == "parametrize"
-
-
-def _looks_like_experts(name: str, module: nn.Module) -> bool:
-    has_stack = any(p.ndim == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
-    return has_stack and ("expert" in name.lower() or "expert" in type(module).__name__.lower())
 
 
 def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str]:
@@ -60,7 +55,7 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
     found = experts_modules(model, config.experts_module)
     overrides = config.experts_overrides or {}
     _check_overrides(overrides, found)
-    chosen = {}
+    chosen: dict[str, str] = {}
     for name, module in found.items():
         if first_match(name, config.skip_patterns) is not None:
             continue
@@ -77,8 +72,8 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
                 f"{name} stays unquantized: no block size that {quant_type} supports divides its experts "
                 f"{list(float_stack_shapes(module).values())}"
             )
-    _refuse_leftovers(model, config, found)
-    if not found and not config.quantize_linears:
+    refuse_nothing(model, config)
+    if not found and not config.quantize_linears and not any(True for _ in expert_lists(model)):
         raise ValueError(
             f"{type(model).__name__} has no experts and quantize_linears=False: there is nothing to quantize"
         )
@@ -93,29 +88,69 @@ def _check_overrides(overrides: dict[str, str], found: dict[str, nn.Module]) -> 
             )
 
 
-def _refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, found: dict[str, nn.Module]) -> None:
-    """Raises where experts would silently stay in full precision."""
-    others = [
-        (name, type(module).__name__)
-        for name, module in model.named_modules()
-        if name not in found and not isinstance(module, ExpertsNbit) and _looks_like_experts(name, module)
-        if first_match(name, config.skip_patterns) is None
+def left_alone(
+    model: PreTrainedModel, config: QMoEConfig, chosen: Iterable[str], skipped_linears: Iterable[str]
+) -> set[str]:
+    """Names of the routed experts that a load would leave in full precision.
+
+    Args:
+        chosen: names of the experts modules that are packed.
+        skipped_linears: names of the linears that are not quantized.
+    """
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    quantized = linears.difference(skipped_linears) if config.quantize_linears else set()
+    return {found.name for found in leftovers(model)}.difference(chosen, quantized)
+
+
+def refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, names: Container[str]) -> None:
+    """Raises where routed experts would stay in full precision in silence.
+
+    Args:
+        names: those of `left_alone`.
+
+    Raises:
+        ValueError: names the modules, their bytes, and the setting that would allow it.
+    """
+    warned_of = experts_modules(model, config.experts_module)  # no block size fits them, if they are not left out
+    left = [
+        found
+        for found in leftovers(model)
+        if found.name in names
+        and found.name not in warned_of
+        and first_match(found.name, config.skip_patterns) is None
     ]
-    if others:
-        listed = ", ".join(f"{name} ({cls})" for name, cls in others[:8])
+    total = sum(p.nbytes for p in model.parameters())
+    nbytes = sum(found.nbytes for found in left)
+    if any(found.certain for found in left) or nbytes >= LARGE * total > 0:
+        listed = ", ".join(f"{found.name} ({found.kind}, {found.nbytes:,} bytes)" for found in left[:8])
         raise ValueError(
-            f"{type(model).__name__} has {len(others)} experts modules that this version cannot pack, so they would "
-            f"stay in full precision: {listed}{', ...' if len(others) > 8 else ''}. experts_module='auto' packs those "
-            "with 3-D weights; to accept full precision, list them in `modules_to_not_convert`."
+            f"{type(model).__name__}: routed experts would stay in full precision, {nbytes / total:.0%} of its bytes: "
+            f"{listed}{', ...' if len(left) > 8 else ''}. experts_module='auto' packs stacks of any layout, "
+            "quantize_linears=True quantizes experts made of linears (but for those that the model keeps in float32 "
+            f"or whose in_features is no multiple of {LINEAR_BLOCKSIZE}); to accept full precision, list the modules "
+            "in `modules_to_not_convert`."
         )
-    text_config = model.config.get_text_config()
-    counts = {name: getattr(text_config, name, None) for name in _EXPERT_COUNTS}
-    declared = {name: value for name, value in counts.items() if isinstance(value, int) and value > 1}
-    if declared and not found and not any(_looks_like_experts(*item) for item in model.named_modules()):
+
+
+def refuse_unplanned(model: PreTrainedModel, planned: Container[str]) -> None:
+    """Raises `ValueError` if a loaded model has experts in full precision other than those `planned`."""
+    left = [found for found in leftovers(model) if found.name not in planned]
+    if left:
+        listed = ", ".join(f"{found.name} ({found.kind}, {found.nbytes:,} bytes)" for found in left[:8])
+        raise ValueError(
+            f"{type(model).__name__}: routed experts are in full precision after loading, which nobody has asked for: "
+            f"{listed}. This is a bug in hf_qmoe or in the model's loading code; please report it"
+        )
+
+
+def refuse_nothing(model: PreTrainedModel, config: QMoEConfig) -> None:
+    """Raises `ValueError` if the model says that it has experts, and none is found in any form."""
+    declared = expert_counts(model, shared=False)
+    if declared and not any(True for _ in leftovers(model)):
         looked_at = sorted({type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))})
         raise ValueError(
-            f"{type(model).__name__} declares experts ({declared}) but has no module that follows transformers' "
-            f"experts interface; nothing would be packed. Modules with parameters looked at: {', '.join(looked_at)}. "
+            f"{type(model).__name__} declares experts ({declared}) but has no module that looks like them; nothing "
+            f"would be packed. Modules with parameters looked at: {', '.join(looked_at)}. "
             "If all its layers are dense on purpose, load it with transformers' BitsAndBytesConfig"
         )
 
@@ -155,17 +190,20 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
     return sorted(skipped.union(uneven))
 
 
-def _linear_routers(model: nn.Module) -> list[str]:
+def _linear_routers(model: PreTrainedModel) -> list[str]:
     """Linears that score experts, or gate them: beside the experts, one output for each expert (or a single one)."""
+    counts = set(expert_counts(model).values())
+    experts = {path: len(container) for path, container in expert_lists(model)}  # type: ignore[arg-type]
+    for path, module in model.named_modules():
+        found = follows_experts_interface(module) or looks_like_experts(path, module, counts)
+        if found or isinstance(module, ExpertsNbit):
+            num_experts = getattr(module, "num_experts", None) or getattr(module, "moe_num_experts", None)
+            if num_experts:
+                experts[path] = num_experts
     routers = []
-    for path, experts in model.named_modules():
-        num_experts = getattr(experts, "num_experts", None)
-        is_experts = follows_experts_interface(experts) or _looks_like_experts(path, experts)
-        if not (is_experts or isinstance(experts, ExpertsNbit)) or not num_experts:
-            continue
+    for path, num_experts in experts.items():
         block_path = path.rpartition(".")[0]
-        block = model.get_submodule(block_path)
-        for name, module in block.named_modules():
+        for name, module in model.get_submodule(block_path).named_modules():
             full_name = f"{block_path}.{name}" if block_path else name
             is_beside = "." not in name or re.search("gate|router", name.rpartition(".")[0]) is not None
             if isinstance(module, nn.Linear) and is_beside and module.out_features in (1, num_experts):

@@ -10,13 +10,17 @@ from torch import nn
 
 
 def weight_is_read(parent: nn.Module, name: str) -> bool:
-    """Whether the class of `parent` uses ``self.<name>.weight`` as a value (not for its dtype, device or shape).
+    """Whether the class of `parent` uses ``self.<name>.weight`` as a value, or casts its input to the weight's dtype.
 
     Fused kernels take the weight and never call the linear: packed bytes would be read as numbers, and an adapter on
-    it would do nothing.
+    it would do nothing. A cast to the dtype of packed bytes would round the input to integers.
     """
     cls: Any = type(parent)
-    return re.search(rf"\bself\.{re.escape(name)}\.weight\b(?!\.)", _source(cls)) is not None
+    weight = rf"\bself\.{re.escape(name)}\.weight\b"
+    source = _source(cls)
+    is_value = re.search(rf"(?<!isinstance\(){weight}(?!\.)", source) is not None
+    is_cast_to = re.search(rf"\.to\([^)]*{weight}\.dtype", source) is not None and "torch.uint8" not in source
+    return is_value or is_cast_to
 
 
 @cache

@@ -134,13 +134,12 @@ def test_dense_model(how: str, dense_checkpoint: Path, tmp_path: Path, warnings_
 # -- nothing stays in full precision in silence ---------------------------------------------------------------------
 
 
-class _ListedExperts(nn.Module):
-    """A MoE block in the style of before transformers v5: a list of MLPs and no experts module."""
+class _NoExperts(nn.Module):
+    """A block under a config that declares experts, without any."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(64, 4, bias=False)
-        self.mlps = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.up = nn.Linear(64, 64, bias=False)
 
 
 class _UnflaggedExperts(nn.Module):
@@ -167,9 +166,9 @@ def _model_class(block: Callable[[], nn.Module], name: str) -> type[Qwen3MoeForC
 @BOTH_WAYS
 def test_declared_experts_that_match_nothing(how: str, tmp_path: Path) -> None:
     """A config that declares experts over a model without any experts module raises, naming what was looked at."""
-    cls = _model_class(_ListedExperts, "ListedMoe")
+    cls = _model_class(_NoExperts, "EmptyMoe")
     cls(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"(?s)ListedMoe declares experts.*num_experts.*Qwen3MoeTopKRouter"):
+    with pytest.raises(ValueError, match=r"(?s)EmptyMoe declares experts.*experts': 4.*Qwen3MoeTopKRouter"):
         quantized(how, tmp_path, QMoEConfig(), cls)
 
 
@@ -178,7 +177,9 @@ def test_fused_experts_without_flags(how: str, tmp_path: Path) -> None:
     """Fused stacks in an undecorated class raise, naming each and how to accept that they stay float."""
     cls = _model_class(_UnflaggedExperts, "UnflaggedMoe")
     cls(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"(?s)0\.mlp\.experts \(_UnflaggedExperts\).*1\.mlp.*modules_to_not_convert"):
+    with pytest.raises(
+        ValueError, match=r"(?s)0\.mlp\.experts \(_UnflaggedExperts, [\d,]+ bytes\).*1\.mlp.*modules_to_not_convert"
+    ):
         quantized(how, tmp_path, QMoEConfig(experts_module="nbit"), cls)
 
 
@@ -201,7 +202,7 @@ def llama4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @BOTH_WAYS
 def test_undecorated_family(how: str, llama4_checkpoint: Path) -> None:
     """As `ExpertsNbit`, Llama 4's experts raise by name, and the error says how to accept them in full precision."""
-    says = r"(?s)layers\.0\.feed_forward\.experts \(Llama4TextExperts\).*layers\.1\.feed.*`modules_to_not_convert`"
+    says = r"(?s)layers\.0\.feed_forward\.experts \(Llama4TextExperts, 147,456 bytes\).*layers\.1.*`modules_to_not_convert`"
     with pytest.raises(ValueError, match=says):
         quantized(how, llama4_checkpoint, QMoEConfig(experts_module="nbit"))
 

@@ -1,0 +1,123 @@
+"""What looks like routed experts, told from a model's structure and config, whatever its type.
+
+Experts that follow transformers' experts interface say so themselves (`hf_qmoe.layout`). Others are recognised by name
+and shape, and large stacks that only have the shape are reported, so that nothing stays in full precision unnoticed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_qmoe.layout import float_stack_shapes, follows_experts_interface, stack_names
+
+
+#: Config fields by which a model says how many experts it has, at any depth of its config.
+_COUNT = re.compile(r"(^|_)experts$")
+
+#: Of these, fields that count something else than the experts of a layer.
+_OTHER_COUNT = re.compile(r"(^|_)(selected|top|topk|top_k|per|active|activated|used|shared|zero|null)_")
+
+#: Share of a model's bytes from which weights that merely may be experts are not left in full precision.
+LARGE = 0.05
+
+
+def expert_counts(model: nn.Module, shared: bool = True) -> dict[str, int]:
+    """Numbers of experts that the model's config declares, those above 1, by field.
+
+    Args:
+        shared: count experts that see every token too.
+    """
+    found: dict[str, int] = {}
+
+    def walk(values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(value)
+            elif isinstance(value, int) and value > 1 and _is_count(str(key), shared):
+                found[key] = value
+
+    if isinstance(model, PreTrainedModel):
+        walk(model.config.to_dict())
+    return found
+
+
+def _is_count(field: str, shared: bool) -> bool:
+    is_other = _OTHER_COUNT.search(field) and not (shared and "shared" in field)
+    return bool(_COUNT.search(field)) and not is_other
+
+
+def looks_like_experts(name: str, module: nn.Module, counts: set[int]) -> bool:
+    """Whether a module that does not follow the experts interface holds stacks of experts all the same.
+
+    Its own last name or its class says expert, and its stacks have as many entries as it or the config says.
+
+    Args:
+        name: full name.
+        counts: values of `expert_counts`.
+    """
+    called_experts = "expert" in name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+    if not called_experts or follows_experts_interface(module) or _is_torch(module):
+        return False
+    sizes = {shape[0] for shape in float_stack_shapes(module).values()}
+    declared = {value for field, value in vars(module).items() if "expert" in field and isinstance(value, int)}
+    return bool(sizes) and sizes <= counts | declared
+
+
+def expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Containers of one module per expert: lists or dicts called experts, of at least two modules of one class."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+            continue
+        called_experts = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+        if called_experts and len({type(child) for child in module.children()}) == 1:
+            yield path, module
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A float weight, or those of a module, of routed experts.
+
+    Attributes:
+        name: full name of the module.
+        kind: its class.
+        nbytes: of its float weights.
+        certain: whether it is experts by its name; if not, its shape alone says so, or it is one linear of many.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    certain: bool
+
+
+def leftovers(model: PreTrainedModel) -> Iterator[Leftover]:
+    """Float weights of `model` that are, or look like, routed experts: stacks, and linears of a list of experts."""
+    counts = set(expert_counts(model).values())
+    routed = set(expert_counts(model, shared=False).values())
+    for path, module in model.named_modules():
+        floats = {n: p for n, p in module.named_parameters(recurse=False) if p.is_floating_point()}
+        certain = True
+        if follows_experts_interface(module):
+            names: tuple[str, ...] = stack_names(bool(module.has_gate))
+        elif looks_like_experts(path, module, counts):
+            names = tuple(float_stack_shapes(module))
+        else:
+            certain = False
+            stacks = {} if _is_torch(module) else float_stack_shapes(module)
+            names = tuple(name for name, (experts, *_) in stacks.items() if experts in routed)
+        nbytes = sum(floats[name].nbytes for name in names if name in floats)
+        if nbytes:
+            yield Leftover(path, type(module).__name__, nbytes, certain)
+    for path, container in expert_lists(model):
+        for name, module in container.named_modules():
+            if type(module) is nn.Linear:
+                yield Leftover(f"{path}.{name}", "Linear", module.weight.nbytes, False)
+
+
+def _is_torch(module: nn.Module) -> bool:
+    """Whether it is one of torch's own layers: a convolution or attention, whatever it is called."""
+    return type(module).__module__.startswith("torch.")

@@ -152,6 +152,33 @@ class QMoEConfig(BitsAndBytesConfig):
             for pattern in patterns:
                 check_pattern(pattern)
 
+    @classmethod
+    def from_bitsandbytes(cls, config: BitsAndBytesConfig, **fields: Any) -> "QMoEConfig":
+        """The config that treats linears as a 4-bit `BitsAndBytesConfig` does, and experts in the same format.
+
+        Args:
+            config: with ``load_in_4bit``. Its compute dtype is taken unless it is float32: bitsandbytes does not tell
+                that from its default, and computes in the dtype of its input then.
+            fields: fields of `QMoEConfig` to set otherwise.
+
+        Raises:
+            TypeError, ValueError: `config` is none of 4 bit, or as the constructor.
+        """
+        if not config.load_in_4bit:
+            raise ValueError("only a BitsAndBytesConfig with load_in_4bit=True has an equal here")
+        default = config.bnb_4bit_compute_dtype == torch.float32
+        taken = {
+            "experts_quant_type": config.bnb_4bit_quant_type,
+            "experts_double_quant": config.bnb_4bit_use_double_quant,
+            "bnb_4bit_quant_type": config.bnb_4bit_quant_type,
+            "bnb_4bit_compute_dtype": None if default else config.bnb_4bit_compute_dtype,
+            "bnb_4bit_use_double_quant": config.bnb_4bit_use_double_quant,
+            "bnb_4bit_quant_storage": config.bnb_4bit_quant_storage,
+            "llm_int8_skip_modules": config.llm_int8_skip_modules,
+            "llm_int8_enable_fp32_cpu_offload": config.llm_int8_enable_fp32_cpu_offload,
+        }
+        return cls(**(taken | fields))
+
     @property
     def skip_patterns(self) -> list[str]:
         """Patterns of both skip lists."""

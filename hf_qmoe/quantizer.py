@@ -115,6 +115,10 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
             return param.element_size()
         return float(super().param_element_size(model, param_name, param))
 
+    def adjust_max_memory(self, max_memory: dict[str, Any]) -> dict[str, Any]:
+        """As given: bitsandbytes' quantizer keeps a tenth for buffers, of which an expert at a time needs few."""
+        return max_memory
+
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """The dtype a checkpoint tensor is cast to; never from float to the integers that packed tensors are."""
         new = super().get_new_dtype(converter, param, dtype)
@@ -389,11 +393,16 @@ class HintingBnb4BitHfQuantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' quantizer, saying once what it leaves in full precision."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if experts_modules(model):
+        if experts_modules(model, "auto"):
+            problem = (
+                "cannot be read from a checkpoint that stores each expert in 4 bit"
+                if self.pre_quantized
+                else "stay in full precision"
+            )
             warn_once(
                 logger,
-                "BitsAndBytesConfig(load_in_4bit=True) quantizes nn.Linear only: the fused experts of "
-                f"{type(model).__name__} stay in full precision. To pack them, pass "
-                "quantization_config=hf_qmoe.QMoEConfig().",
+                f"BitsAndBytesConfig(load_in_4bit=True) quantizes nn.Linear only: the fused experts of "
+                f"{type(model).__name__} {problem}. To pack them, pass quantization_config=hf_qmoe.QMoEConfig(), or "
+                "call hf_qmoe.enable() first.",
             )
         return super()._process_model_before_weight_loading(model, *args, **kwargs)

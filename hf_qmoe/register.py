@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers.quantizers import auto
 
+from hf_qmoe import enabling
 from hf_qmoe.config import QUANT_METHOD, QMoEConfig
 from hf_qmoe.lora import hooks
 from hf_qmoe.quantizer import HintingBnb4BitHfQuantizer, QMoEHfQuantizer
-from hf_qmoe.sources.merge import is_own, merged_config
 
 
 _ORIGINAL = "_qmoe_original"
@@ -36,9 +36,8 @@ def _read_foreign_checkpoints() -> None:
 
     @wraps(original)
     def merge_quantization_configs(cls: type, stored: Any, wanted: Any) -> Any:
-        if isinstance(wanted, QMoEConfig) and not is_own(stored):
-            return merged_config(stored, wanted)
-        return original(cls, stored, wanted)
+        ours, config = enabling.merge(stored, wanted)
+        return config if ours else original(cls, stored, config)
 
     setattr(merge_quantization_configs, _ORIGINAL, original)
     auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)

@@ -193,7 +193,7 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
 def _linear_routers(model: PreTrainedModel) -> list[str]:
     """Linears that score experts, or gate them: beside the experts, one output for each expert (or a single one)."""
     counts = set(expert_counts(model).values())
-    experts = {path: len(container) for path, container in expert_lists(model)}  # type: ignore[arg-type]
+    experts = {path: len(listed) for path, listed in expert_lists(model)}
     for path, module in model.named_modules():
         found = follows_experts_interface(module) or looks_like_experts(path, module, counts)
         if found or isinstance(module, ExpertsNbit):

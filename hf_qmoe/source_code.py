@@ -23,6 +23,15 @@ def weight_is_read(parent: nn.Module, name: str) -> bool:
     return is_value or is_cast_to
 
 
+def parameter_is_read(parent: nn.Module, child: str, name: str) -> bool:
+    """Whether the class of `parent` reads the parameter `name` of its module `child` by itself.
+
+    Whatever is put around the child, as an adapter is, would be passed by.
+    """
+    cls: Any = type(parent)
+    return re.search(rf"\bself\.{re.escape(child)}\.{re.escape(name)}\b", _source(cls)) is not None
+
+
 @cache
 def _source(cls: Any) -> str:
     """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""

@@ -5,6 +5,7 @@ and shape, and large stacks that only have the shape are reported, so that nothi
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,14 +68,16 @@ def looks_like_experts(name: str, module: nn.Module, counts: set[int]) -> bool:
     return bool(sizes) and sizes <= counts | declared
 
 
-def expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Containers of one module per expert: lists or dicts called experts, of at least two modules of one class."""
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+def expert_lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Lists and dicts called experts, and the experts in them by name: at least two modules of one class."""
+    for path, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        called_experts = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
-        if called_experts and len({type(child) for child in module.children()}) == 1:
-            yield path, module
+        called_experts = "expert" in path.rpartition(".")[2].lower() or "expert" in type(container).__name__.lower()
+        kinds = Counter(map(type, container.children()))
+        kind, count = kinds.most_common(1)[0] if kinds else (nn.Module, 0)
+        if called_experts and count >= 2:
+            yield path, {name: child for name, child in container.named_children() if type(child) is kind}
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,11 @@ def leftovers(model: PreTrainedModel) -> Iterator[Leftover]:
         nbytes = sum(floats[name].nbytes for name in names if name in floats)
         if nbytes:
             yield Leftover(path, type(module).__name__, nbytes, certain)
-    for path, container in expert_lists(model):
-        for name, module in container.named_modules():
-            if type(module) is nn.Linear:
-                yield Leftover(f"{path}.{name}", "Linear", module.weight.nbytes, False)
+    for path, experts in expert_lists(model):
+        for expert_name, expert in experts.items():
+            for name, module in expert.named_modules(prefix=f"{path}.{expert_name}"):
+                if type(module) is nn.Linear:
+                    yield Leftover(name, "Linear", module.weight.nbytes, False)
 
 
 def _is_torch(module: nn.Module) -> bool:

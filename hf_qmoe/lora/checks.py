@@ -11,6 +11,7 @@ from torch import nn
 from hf_qmoe.layout import follows_experts_interface
 from hf_qmoe.logging import get_logger
 from hf_qmoe.lora.packed import packed_modules, packed_parameter, without_base_layer
+from hf_qmoe.source_code import parameter_is_read
 
 
 logger = get_logger(__name__)
@@ -57,7 +58,7 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
     Raises:
         ValueError: targets that exist nowhere, packed experts that shall be trained in full, a dropout that is no
             probability, options that a factored form cannot do, an adapter whose axes an old PEFT had the wrong way
-            round, or experts that are offloaded.
+            round, or experts that are offloaded or that the model reads past an adapter.
     """
     _check_modules_to_save(config, model)
     targets = list(config.target_parameters or [])
@@ -82,6 +83,17 @@ def check_config(config: LoraConfig, model: nn.Module) -> None:
     check_axes(targets, getattr(config, "peft_version", None), model)
     for path, module, name in packed:
         _check_loaded(path, module, name)
+        _check_read_by_itself(path, model, module, name)
+
+
+def _check_read_by_itself(path: str, model: nn.Module, module: nn.Module, name: str) -> None:
+    for parent in model.modules():
+        for child, found in parent.named_children():
+            if found is module and parameter_is_read(parent, child, name):
+                raise ValueError(
+                    f"{path}.{name} cannot be adapted: {type(parent).__name__} reads it past anything that PEFT puts "
+                    "around its module (an adapter on the float model fails too). Leave it out of `target_parameters`"
+                )
 
 
 def _check_modules_to_save(config: LoraConfig, model: nn.Module) -> None:
@@ -98,7 +110,7 @@ def _check_modules_to_save(config: LoraConfig, model: nn.Module) -> None:
 
 
 def _check_matched(config: LoraConfig, model: nn.Module, targets: list[str]) -> None:
-    parameters = [name for name, _ in model.named_parameters()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if targets and not any(matches(without_base_layer(name), targets) for name in parameters):
         experts = sorted(
             {f"{without_base_layer(path)}.{n}" for path, _, names in packed_modules(model) for n in names}

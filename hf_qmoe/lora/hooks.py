@@ -79,7 +79,8 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_names(config: LoraConfig, before: LoraConfig, model: nn.Module) -> None:
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]  # tied ones under each name
     was_converted = set(before.target_parameters or ()) != set(config.target_parameters or ())
     names = [without_base_layer(name) for name in names]
     problem = misread_patterns(config, names, was_converted)

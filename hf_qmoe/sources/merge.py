@@ -23,7 +23,8 @@ def source_of(config: Mapping[str, Any]) -> Source:
     Raises:
         ValueError: weights of this method cannot be read here.
     """
-    method = str(config.get("quant_method") or "bitsandbytes")
+    method = config.get("quant_method") or "bitsandbytes"
+    method = str(getattr(method, "value", method))
     if method not in _SOURCES or config.get("load_in_8bit"):
         name = "bitsandbytes with load_in_8bit" if config.get("load_in_8bit") else repr(method)
         raise ValueError(

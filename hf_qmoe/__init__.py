@@ -10,7 +10,10 @@ from hf_qmoe.versions import check_versions
 check_versions()
 
 from hf_qmoe.config import QMoEConfig  # noqa: E402
+from hf_qmoe.enabling import disable, enable  # noqa: E402
 from hf_qmoe.experts import Experts4bit, ExpertsNbit  # noqa: E402
+from hf_qmoe.export.checkpoint import export_checkpoint  # noqa: E402
+from hf_qmoe.inspection import inspect_checkpoint  # noqa: E402
 from hf_qmoe.lora.export import export_adapter  # noqa: E402
 from hf_qmoe.lora.merge_checkpoint import merge_checkpoint  # noqa: E402
 from hf_qmoe.lora.merge_model import merge_adapter  # noqa: E402
@@ -27,7 +30,11 @@ __all__ = [
     "Experts4bit",
     "ExpertsNbit",
     "QMoEConfig",
+    "disable",
+    "enable",
     "export_adapter",
+    "export_checkpoint",
+    "inspect_checkpoint",
     "lora_targets",
     "matmul_4bit",
     "merge_adapter",

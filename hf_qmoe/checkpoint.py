@@ -1,6 +1,8 @@
 """Looking at safetensors files before reading weights."""
 
 import json
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ def check_files(files: list[str] | None, pre_quantized: bool) -> None:
     """
     for file in map(Path, files or []):
         if file.suffix == ".safetensors":
-            header = _read_header(file)
+            header = read_header(file)
             if not pre_quantized:
                 _refuse_quantized(file, {n: (e.get("dtype", ""), len(e.get("shape", ()))) for n, e in header.items()})
         elif file.suffix == ".bin" and not pre_quantized:
@@ -37,7 +39,13 @@ def check_files(files: list[str] | None, pre_quantized: bool) -> None:
             _refuse_quantized(file, {n: (str(t.dtype).removeprefix("torch."), t.ndim) for n, t in state.items()})
 
 
-def _read_header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, Any]:
+    """Header of a safetensors file: ``dtype``, ``shape`` and ``data_offsets`` (bytes) of each tensor, by name.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not as long as its header says, or has no readable header.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
@@ -60,14 +68,88 @@ def _read_header(file: Path) -> dict[str, Any]:
     return tensors
 
 
+@dataclass(frozen=True)
+class StoredTensors:
+    """What the safetensors headers of a folder say.
+
+    Attributes:
+        files: names of the shards that are there.
+        missing: names of shards that the index lists and the folder lacks.
+        tensors: header entry of each tensor, by name; those of missing shards are not among them.
+    """
+
+    files: list[str]
+    missing: list[str]
+    tensors: dict[str, Any]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each tensor, by name."""
+        return {n: entry["data_offsets"][1] - entry["data_offsets"][0] for n, entry in self.tensors.items()}
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Bytes by dtype, in safetensors' spelling."""
+        counts: Counter[str] = Counter()
+        for name, nbytes in self.nbytes.items():
+            counts[self.tensors[name]["dtype"]] += nbytes
+        return dict(counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, as JSON types."""
+        nbytes = sum(self.nbytes.values())
+        counts = {"tensors": len(self.tensors), "nbytes": nbytes, "dtypes": self.dtypes}
+        return {"files": self.files, "missing": self.missing, **counts}
+
+    @property
+    def eight_bit_matrix(self) -> str | None:
+        """Name of a matrix in 8 bit, which no float checkpoint holds, or `None`."""
+        return _eight_bit_matrix({n: (e["dtype"], len(e["shape"])) for n, e in self.tensors.items()})
+
+
+def read_headers(folder: Path) -> StoredTensors | None:
+    """Headers of the safetensors files from which `folder` would be loaded; `None` if there are none.
+
+    Raises:
+        ValueError: a file or the index is damaged, or a shard lacks a tensor that the index places in it.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        return StoredTensors(["model.safetensors"], [], read_header(folder / "model.safetensors"))
+    if not index.exists():
+        return None
+    try:
+        shard_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards = sorted(set(shard_of.values()))
+        missing = [shard for shard in shards if not (folder / shard).exists()]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{index} is damaged: it is not a readable index; get it again") from None
+    tensors: dict[str, Any] = {}
+    for shard in shards:
+        if shard not in missing:
+            tensors |= read_header(folder / shard)
+    absent = [name for name, shard in shard_of.items() if shard not in missing and name not in tensors]
+    if absent:
+        raise ValueError(
+            f"{folder / shard_of[absent[0]]} is damaged: it lacks {absent[0]}, which the index places in it"
+        )
+    return StoredTensors([shard for shard in shards if shard not in missing], missing, tensors)
+
+
+def _eight_bit_matrix(tensors: dict[str, tuple[str, int]]) -> str | None:
+    """The first matrix stored in 8 bit, of tensors given as (dtype, dimensions) by name."""
+    matrices = (name for name, (dtype, ndim) in tensors.items() if ndim >= 2 and dtype.startswith(_EIGHT_BIT))
+    return next(matrices, None)
+
+
 def _refuse_quantized(file: Path, tensors: dict[str, tuple[str, int]]) -> None:
     """Raises if a matrix, by name given as (dtype, dimensions), is stored in 8 bit."""
-    for name, (dtype, dimensions) in tensors.items():
-        if dimensions >= 2 and dtype.startswith(_EIGHT_BIT):
-            raise ValueError(
-                f"{file}: {name} is {dtype}, not a float tensor. The checkpoint is quantized already, and its "
-                "config.json says nothing of it; start from the bf16 checkpoint"
-            )
+    name = _eight_bit_matrix(tensors)
+    if name is not None:
+        raise ValueError(
+            f"{file}: {name} is {tensors[name][0]}, not a float tensor. The checkpoint is quantized already, and its "
+            "config.json says nothing of it; start from the bf16 checkpoint"
+        )
 
 
 def _meta_state_dict(file: Path) -> dict[str, Any]:

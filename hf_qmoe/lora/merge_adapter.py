@@ -5,24 +5,24 @@ resolves targets, ranks and scalings, and converts adapters of transformers v4, 
 """
 
 import dataclasses
-import json
 import re
 import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_qmoe.factors import split_lora_A, split_lora_B
+from hf_qmoe.folders import CheckpointError, read_json
 from hf_qmoe.lora.checks import swapped_axes
 from hf_qmoe.lora.conversion_fixes import rescale, unmatched_patterns
+from hf_qmoe.meta_model import config_fields, in_short, meta_model
 
 
 _ADAPTER = "default"
@@ -41,8 +41,8 @@ _HARMLESS_FIELDS = frozenset({
 _BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
-class MergeError(ValueError):
-    """A merge that cannot be done, with the reason in words for the user."""
+#: A merge that cannot be done, with the reason in words for the user.
+MergeError = CheckpointError
 
 
 class Update(Protocol):
@@ -91,13 +91,12 @@ def empty_model(base: Path) -> PreTrainedModel:
     Raises:
         MergeError: no usable ``config.json``, or one of a quantized model.
     """
-    config = _base_config(base)
-    cls = getattr(transformers, (config.architectures or [""])[0], None)
-    try:
-        with torch.device("meta"):
-            model = cls(config) if cls is not None else AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise MergeError(f"no model can be built from the config of {base}: {_in_short(error)}") from error
+    if _is_quantized(config_fields(base)):
+        raise MergeError(
+            f"{base} is quantized (its config.json has a quantization_config), and a small update of coarse weights "
+            "is lost. Merge into the float checkpoint it was made from, then quantize the result."
+        )
+    model = meta_model(base)
     expanded: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -106,22 +105,6 @@ def empty_model(base: Path) -> PreTrainedModel:
                     expanded[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), False)
                 module._parameters[name] = expanded[id(parameter)]
     return model
-
-
-def _base_config(base: Path) -> PreTrainedConfig:
-    file = base / "config.json"
-    if not file.is_file():
-        raise MergeError(f"{base} has no config.json, so it is not a model checkpoint")
-    fields = _read_json(file)
-    if _is_quantized(fields):
-        raise MergeError(
-            f"{base} is quantized (its config.json has a quantization_config), and a small update of coarse weights "
-            "is lost. Merge into the float checkpoint it was made from, then quantize the result."
-        )
-    try:
-        return AutoConfig.from_pretrained(base, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise MergeError(f"the config of {base} cannot be used: {_in_short(error)}") from error
 
 
 def _is_quantized(fields: dict[str, Any]) -> bool:
@@ -159,7 +142,7 @@ def read_updates(model: PreTrainedModel, adapter: Path) -> dict[str, Update]:
     except MergeError:
         raise
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        raise MergeError(f"the adapter does not fit this base model: {_in_short(error)}") from error
+        raise MergeError(f"the adapter does not fit this base model: {in_short(error)}") from error
     if loaded.unexpected_keys:
         raise MergeError(
             f"the adapter has weights for modules the base model lacks: {_listed(loaded.unexpected_keys)}"
@@ -184,7 +167,7 @@ def _lora_config(adapter: Path) -> tuple[LoraConfig, dict[str, Any]]:
         raise MergeError(f"{adapter} has no adapter_config.json, so it is not a PEFT adapter")
     if not any((adapter / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise MergeError(f"{adapter} has no adapter_model.safetensors")
-    fields = _read_json(file)
+    fields = read_json(file)
     if fields.get("peft_type") != PeftType.LORA:
         raise MergeError(f"{adapter} is not a LoRA adapter (peft_type is {fields.get('peft_type')!r})")
     with warnings.catch_warnings():
@@ -192,7 +175,7 @@ def _lora_config(adapter: Path) -> tuple[LoraConfig, dict[str, Any]]:
         try:
             config = PeftConfig.from_pretrained(str(adapter))
         except (ValueError, TypeError) as error:
-            raise MergeError(f"{file} cannot be used: {_in_short(error)}") from error
+            raise MergeError(f"{file} cannot be used: {in_short(error)}") from error
     _refuse_variants(config, fields)
     config.lora_dropout = 0.0  # no part of the merged weights, and PEFT refuses it on stacks
     config.init_lora_weights = True
@@ -297,21 +280,6 @@ def _parameter_name(path: str, layer: LoraLayer) -> str:
 def _tied_names(model: PreTrainedModel) -> set[str]:
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {*tied, *tied.values()}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MergeError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise MergeError(f"{file} does not hold a JSON object")
-    return content
-
-
-def _in_short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) + (f" (and {len(lines) - 3} more)" if len(lines) > 3 else "")
 
 
 def _listed(items: Any) -> str:

@@ -1,5 +1,7 @@
 """`report` accounts for every weight and byte of a model, and says what stayed in full precision."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,40 @@ def test_a_module_of_ones_own() -> None:
     assert parts["weight"].parameters == 8 * 64 * 64
     assert parts["weight"].nbytes == 8 * 64 * 64 + 4 * 8 * 64
     assert (parts[""].form, parts[""].quant_type, parts[""].parameters) == ("float", "bfloat16", 8)
+
+
+def test_tied_weights_are_one_part() -> None:
+    model = quantize_experts(tiny_model("qwen3_moe", tie_word_embeddings=True), QMoEConfig())
+    found = report(model)
+    assert found.parameters == model.num_parameters()
+    assert [part.name for part in found.parts if part.parameters == 128 * 64] == ["model.embed_tokens"]
+
+
+@pytest.mark.parametrize("form", ["nbit", "parametrize"])
+def test_share_of_experts_in_full_precision(form: str) -> None:
+    """By weights; the biases of packed experts are no experts in full precision."""
+    config = QMoEConfig(experts_module=form)
+    assert report(quantize_experts(tiny_model("gpt_oss"), config)).experts_in_full_precision == 0
+    config = QMoEConfig(experts_module=form, modules_to_not_convert=["layers.1.mlp.experts"])
+    assert report(quantize_experts(tiny_model("qwen3_moe"), config)).experts_in_full_precision == 0.5
+    assert report(tiny_model("mixtral")).experts_in_full_precision == 1
+    assert report(nn.Linear(64, 64)).experts_in_full_precision is None
+
+
+def test_json() -> None:
+    """Totals are those of the parts."""
+    model = quantize_experts(tiny_model("gpt_oss"), QMoEConfig(modules_to_not_convert=["layers.1.mlp.experts"]))
+    found = report(model)
+    content = json.loads(found.to_json())
+    assert content == found.to_dict()
+    assert content["parts"] == [vars(part) for part in found.parts]
+    totals = content["totals"]
+    assert totals["parameters"] == model.num_parameters()
+    assert set(totals["forms"]) == {"float", "Linear4bit", "ExpertsNbit"}
+    for name in ("parameters", "nbytes"):
+        assert (
+            totals[name]
+            == sum(form[name] for form in totals["forms"].values())
+            == sum(p[name] for p in content["parts"])
+        )
+    assert 0.5 < totals["experts_in_full_precision"] < 0.51  # biases of those left out are counted with them

@@ -18,7 +18,7 @@ CONSTRAIN = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test floor bench check lint types layers format clean
+.PHONY: help demo test sweep floor bench check lint types layers format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,10 @@ demo: $(VENV)/.stamp-demo-model  ## train a small real MoE in 4 bit on the CPU, 
 # One thread per worker: two workers with a thread pool each are slower than two without on two cores.
 test: $(VENV)/.stamp-test  ## run the tests; ARGS= and TESTS= narrow them down
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
+
+sweep: $(VENV)/.stamp-test  ## check every experts class of transformers and write docs/architectures.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) tests/sweep $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.sweep.table docs/architectures.md
 
 # The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
 FLOOR := bitsandbytes==0.48.0 peft==0.20.0

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_qmoe.folders import INDEX, SINGLE, StoredTensor, read_shard
+
 
 #: Dtypes of quantized weights, in the spelling of safetensors and of torch.
 _EIGHT_BIT = ("F8_", "I8", "U8", "float8", "int8", "uint8")
@@ -31,41 +33,12 @@ def check_files(files: list[str] | None, pre_quantized: bool) -> None:
     """
     for file in map(Path, files or []):
         if file.suffix == ".safetensors":
-            header = read_header(file)
+            shard = read_shard(file)
             if not pre_quantized:
-                _refuse_quantized(file, {n: (e.get("dtype", ""), len(e.get("shape", ()))) for n, e in header.items()})
+                _refuse_quantized(file, {t.name: (t.dtype, len(t.shape)) for t in shard.tensors})
         elif file.suffix == ".bin" and not pre_quantized:
             state = {name: value for name, value in _meta_state_dict(file).items() if isinstance(value, Tensor)}
             _refuse_quantized(file, {n: (str(t.dtype).removeprefix("torch."), t.ndim) for n, t in state.items()})
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """Header of a safetensors file: ``dtype``, ``shape`` and ``data_offsets`` (bytes) of each tensor, by name.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not as long as its header says, or has no readable header.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size < 8 or header_bytes > size - 8:
-            raise ValueError(f"{file} is truncated: {size} bytes do not even hold its header; get this shard again")
-        text = stream.read(header_bytes)
-    try:
-        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-        if not all(isinstance(end, int) for end in ends):
-            raise TypeError("offsets are integers")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        raise ValueError(f"{file} is damaged: its header is not readable; get this shard again") from None
-    expected = 8 + header_bytes + max(ends, default=0)
-    if size != expected:
-        problem = "truncated" if size < expected else "damaged"
-        raise ValueError(
-            f"{file} is {problem}: its header describes {expected} bytes, the file has {size}; get this shard again"
-        )
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -75,24 +48,24 @@ class StoredTensors:
     Attributes:
         files: names of the shards that are there.
         missing: names of shards that the index lists and the folder lacks.
-        tensors: header entry of each tensor, by name; those of missing shards are not among them.
+        tensors: by name; those of missing shards are not among them.
     """
 
     files: list[str]
     missing: list[str]
-    tensors: dict[str, Any]
+    tensors: dict[str, StoredTensor]
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of each tensor, by name."""
-        return {n: entry["data_offsets"][1] - entry["data_offsets"][0] for n, entry in self.tensors.items()}
+        return {name: tensor.stop - tensor.start for name, tensor in self.tensors.items()}
 
     @property
     def dtypes(self) -> dict[str, int]:
         """Bytes by dtype, in safetensors' spelling."""
         counts: Counter[str] = Counter()
         for name, nbytes in self.nbytes.items():
-            counts[self.tensors[name]["dtype"]] += nbytes
+            counts[self.tensors[name].dtype] += nbytes
         return dict(counts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +77,7 @@ class StoredTensors:
     @property
     def eight_bit_matrix(self) -> str | None:
         """Name of a matrix in 8 bit, which no float checkpoint holds, or `None`."""
-        return _eight_bit_matrix({n: (e["dtype"], len(e["shape"])) for n, e in self.tensors.items()})
+        return _eight_bit_matrix({name: (t.dtype, len(t.shape)) for name, t in self.tensors.items()})
 
 
 def read_headers(folder: Path) -> StoredTensors | None:
@@ -113,9 +86,9 @@ def read_headers(folder: Path) -> StoredTensors | None:
     Raises:
         ValueError: a file or the index is damaged, or a shard lacks a tensor that the index places in it.
     """
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        return StoredTensors(["model.safetensors"], [], read_header(folder / "model.safetensors"))
+    index = folder / INDEX
+    if (folder / SINGLE).exists():
+        return StoredTensors([SINGLE], [], {t.name: t for t in read_shard(folder / SINGLE).tensors})
     if not index.exists():
         return None
     try:
@@ -124,10 +97,10 @@ def read_headers(folder: Path) -> StoredTensors | None:
         missing = [shard for shard in shards if not (folder / shard).exists()]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"{index} is damaged: it is not a readable index; get it again") from None
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         if shard not in missing:
-            tensors |= read_header(folder / shard)
+            tensors |= {t.name: t for t in read_shard(folder / shard).tensors}
     absent = [name for name, shard in shard_of.items() if shard not in missing and name not in tensors]
     if absent:
         raise ValueError(

@@ -71,7 +71,7 @@ def read_shards(folder: Path) -> list[Shard]:
     Raises:
         CheckpointError: there are none, one is missing, or one is not a whole safetensors file.
     """
-    return [_read_header(folder / name) for name in _shard_names(folder)]
+    return [read_shard(folder / name) for name in _shard_names(folder)]
 
 
 def _shard_names(folder: Path) -> list[str]:
@@ -92,17 +92,25 @@ def _shard_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_header(path: Path) -> Shard:
+def read_shard(path: Path) -> Shard:
+    """Header of a safetensors file.
+
+    Raises:
+        FileNotFoundError: there is none at `path`.
+        CheckpointError: it is not as long as its header says, or has no readable header.
+    """
     size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size:
-                raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
         start = 8 + length
+        if size < start:
+            raise CheckpointError(
+                f"{path} is truncated: {size} bytes do not even hold its header; get this shard again"
+            )
+        text = file.read(length)
+    try:
         tensors = []
-        for name, entry in header.items():
+        for name, entry in json.loads(text).items():
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
                 stored = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), start + first, start + last, path)
@@ -113,10 +121,15 @@ def _read_header(path: Path) -> Shard:
             if tensor.start != position:
                 raise ValueError(f"{tensor.name} does not follow the tensor before it")
             position = tensor.stop
-        if position != size:
-            raise ValueError(f"it has {size} bytes where its header says {position}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: its header is not readable ({error}); get this shard again"
+        ) from error
+    if position != size:
+        problem = "truncated" if size < position else "damaged"
+        raise CheckpointError(
+            f"{path} is {problem}: it has {size} bytes where its header says {position}; get this shard again"
+        )
     return Shard(path, start, tuple(tensors))
 
 

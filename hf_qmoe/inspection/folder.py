@@ -225,7 +225,7 @@ def _skeleton(folder: Path, fields: dict[str, Any], stored: StoredTensors | None
         )
     if "auto_map" not in fields and model_type not in CONFIG_MAPPING:
         raise InspectionError(f"transformers {transformers_version} does not know the model_type {model_type!r}")
-    dtypes = (_FLOAT_DTYPES.get(entry["dtype"]) for entry in (stored.tensors if stored else {}).values())
+    dtypes = (_FLOAT_DTYPES.get(entry.dtype) for entry in (stored.tensors if stored else {}).values())
     try:
         skeleton = Skeleton.read(folder, next(filter(None, dtypes), None), trust_remote_code)
         skeleton.plain()

@@ -135,7 +135,7 @@ def test_damaged_checkpoints(broken: Path, edit: Callable[[dict[str, Tensor]], o
 def test_a_cut_off_shard(broken: Path) -> None:
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    assert_refused(broken, "damaged")
+    assert_refused(broken, "truncated")
 
 
 def test_sources_that_are_not_packed(broken: Path, good: Path, tmp_path: Path) -> None:

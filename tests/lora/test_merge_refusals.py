@@ -170,9 +170,9 @@ def test_refuses_files_that_are_missing_or_damaged(broken: tuple[Path, Path]) ->
     shard = sorted(base.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-2])
-    assert_refused(base, adapter, f"{shard.name} is damaged.*bytes where its header says")
+    assert_refused(base, adapter, f"{shard.name} is truncated.*bytes where its header says")
     shard.write_bytes(b"\x00" * 4)
-    assert_refused(base, adapter, f"{shard.name} is damaged")
+    assert_refused(base, adapter, f"{shard.name} is truncated")
     shard.unlink()
     assert_refused(base, adapter, f"lacks {shard.name}")
     (base / "model.safetensors.index.json").unlink()
@@ -199,7 +199,7 @@ def test_out_is_replaced_only_when_asked(broken: tuple[Path, Path], tmp_path: Pa
     shard = next(base.glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-2])
-    with pytest.raises(MergeError, match="damaged"):
+    with pytest.raises(MergeError, match="truncated"):
         merge_checkpoint(base, adapter, out, overwrite=True)
     assert (out / "note").read_text() == "mine"  # a merge that fails leaves what was there
     shard.write_bytes(content)

@@ -62,7 +62,7 @@ class Size:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 60
     rank: int = 16
-    batch: int = 8
+    batch: int = 16
     learning_rate: float = 2e-3
     threads: int = field(default_factory=torch.get_num_threads)
 

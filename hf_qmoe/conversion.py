@@ -72,7 +72,9 @@ class QMoETranspose(ConversionOps):
         (value,) = input_dict.values()
         tensor = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
-        if tuple(tensor.shape[1:]) != module.float_shape(name)[1:]:
+        is_packed = isinstance(module, PackedModule)  # not so for a stack that the config leaves out
+        expected = module.float_shape(name) if is_packed else tuple(getattr(module, name).shape)
+        if tuple(tensor.shape[1:]) != expected[1:]:
             tensor = tensor.transpose(self.dim0, self.dim1).contiguous()
         return {target_patterns[0]: tensor}
 

@@ -69,9 +69,12 @@ def routed_config(config: BitsAndBytesConfig) -> QMoEConfig:
     return QMoEConfig.from_bitsandbytes(config, **(_fields or {}))
 
 
-def routes(config: Any) -> bool:
-    """Whether `config` is a 4-bit `BitsAndBytesConfig` and `enable` is on."""
-    return _fields is not None and type(config) is BitsAndBytesConfig and config.load_in_4bit
+def _routable(config: Any) -> BitsAndBytesConfig | None:
+    """`config`, or what it says as a dict, if it is of bitsandbytes' 4 bit and `enable` is on."""
+    if isinstance(config, dict) and config.get("load_in_4bit"):
+        config = BitsAndBytesConfig.from_dict(config)
+    is_one = isinstance(config, BitsAndBytesConfig) and not isinstance(config, QMoEConfig)
+    return config if _fields is not None and is_one and config.load_in_4bit else None
 
 
 def merge(stored: Any, wanted: Any) -> tuple[bool, Any]:
@@ -87,13 +90,16 @@ def merge(stored: Any, wanted: Any) -> tuple[bool, Any]:
     Raises:
         ValueError: as `hf_qmoe.sources.merge.merged_config`.
     """
+    routable = _routable(wanted)
     if is_own(stored):
-        return False, None if routes(wanted) else wanted
+        return False, wanted if routable is None else None
     if isinstance(wanted, QMoEConfig):
         return True, merged_config(stored, wanted)
     values = stored if isinstance(stored, dict) else stored.to_dict()
     is_foreign = values.get("quant_method") in ("fp8", "mxfp8", "mxfp4")
-    return (True, merged_config(values, routed_config(wanted))) if routes(wanted) and is_foreign else (False, wanted)
+    if routable is not None and is_foreign:
+        return True, merged_config(values, routed_config(routable))
+    return False, wanted
 
 
 class RoutingBnb4BitHfQuantizer(Bnb4BitHfQuantizer):

@@ -94,7 +94,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         source = self.quantization_config.source
         check_files(checkpoint_files, self.pre_quantized or source is not None)
         if source is not None:
-            self._checkpoint = Checkpoint(source, CheckpointTensors(checkpoint_files or []), device_map)
+            if not checkpoint_files:
+                raise ValueError(
+                    "quantized weights are read from a checkpoint's files; `state_dict=` cannot hold them"
+                )
+            self._checkpoint = Checkpoint(source, CheckpointTensors(checkpoint_files))
             skipped = [*(self.quantization_config.modules_to_not_convert or []), *skipped_modules(model, source)]
             self.quantization_config.modules_to_not_convert = skipped or None
         self._left_alone = prepare_model(model, self.quantization_config, self.pre_quantized, device_map)
@@ -156,6 +160,7 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
         conversions = getattr(model, "_weight_conversions", None) or []
         if self._checkpoint is not None:
             conversions = without_requantizing(conversions)
+            _forget_source(model)
             self.quantization_config.source = self._checkpoint = None
         set_saved_conversions(model, conversions)
         model.is_loaded_in_4bit = True
@@ -327,6 +332,14 @@ def _check_loaded(path: str, module: PackedModule) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return [f"{path}.{name}" for name in tensors if name not in loaded]
+
+
+def _forget_source(model: PreTrainedModel) -> None:
+    """Takes a foreign method out of the configs of parts: some checkpoints name it for the language model alone."""
+    for name in model.config.sub_configs:
+        part = getattr(model.config, name, None)
+        if part is not None:
+            part.__dict__.pop("quantization_config", None)
 
 
 def _has_adapters(model: nn.Module) -> bool:

@@ -5,7 +5,9 @@ are kept: there the converters only put them where they belong.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,6 @@ from transformers.core_model_loading import (
     apply_renamings,
     rename_source_key,
 )
-from transformers.integrations.accelerate import get_device
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe.conversion import (
@@ -37,7 +38,7 @@ from hf_qmoe.conversion import (
     stored_parameters,
 )
 from hf_qmoe.layout import follows_experts_interface, stack_names
-from hf_qmoe.naming import first_match
+from hf_qmoe.naming import check_pattern, first_match
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import PackedModule
 from hf_qmoe.sources.bitsandbytes_4bit import BitsAndBytes4bit, packed_bytes
@@ -48,16 +49,10 @@ from hf_qmoe.sources.tensors import CheckpointTensors
 
 @dataclass
 class Checkpoint:
-    """A quantized checkpoint: its method, its tensors, and where its weights are to go."""
+    """A quantized checkpoint: its method and its tensors."""
 
     source: Source
     tensors: CheckpointTensors
-    device_map: Any = None
-
-    def device(self, name: str) -> torch.device:
-        """Where the parameter `name` is put; the CPU for one that goes to disk."""
-        device = get_device(self.device_map, name, valid_torch_device=True) if self.device_map else "cpu"
-        return torch.device(device)
 
     def __deepcopy__(self, memo: Any) -> "Checkpoint":
         return self
@@ -112,10 +107,13 @@ class _FromQuantized(WeightConverter):
         """What is stored for each source, in the order of the experts."""
         return {source: [found[n] for n in sorted(found)] for source, found in self.stored.items()}
 
-    def parts(self, stored: _Stored, target: str) -> Parts:
-        """The parts of a quantized weight, read as they are."""
-        device = self.checkpoint.device(target)
-        return {role: self.checkpoint.tensors.read(name, device) for role, name in stored.names.items()}
+    def parts(self, stored: _Stored) -> Parts:
+        """The parts of a quantized weight, read as they are, where the loader wants them."""
+        tensors = self.checkpoint.tensors
+        # Only the loader knows the device: the smallest part is read its way (and cast, so its values are not used).
+        smallest = min(stored.names, key=lambda role: tensors.numel(stored.names[role]))
+        device = stored.loads[smallest]().device
+        return {role: tensors.read(name, device) for role, name in stored.names.items()}
 
     def is_quantized(self, stored: _Stored) -> bool:
         """Whether these are the parts of a quantized weight."""
@@ -124,7 +122,7 @@ class _FromQuantized(WeightConverter):
     def value(self, stored: _Stored, target: str, dtype: torch.dtype) -> Tensor:
         """The float weight: dequantized, or as it is stored."""
         if self.is_quantized(stored):
-            return self.decoded(self.parts(stored, target), stored.names.get("", target), dtype)
+            return self.decoded(self.parts(stored), stored.names.get("", target), dtype)
         if "" not in stored.loads:
             raise ValueError(f"{target}: the checkpoint has {sorted(stored.names.values())}, but not the weight")
         if self.checkpoint.tensors.is_eight_bit(stored.names[""]):
@@ -172,7 +170,7 @@ class WeightFromQuantized(_FromQuantized):
                 return {layer_name: value}
             return quantize_linear(model, layer_name, value)
         if isinstance(self.checkpoint.source, BitsAndBytes4bit):
-            return {layer_name: _kept_linear(module, self.parts(stored, layer_name), layer_name)}
+            return {layer_name: _kept_linear(module, self.parts(stored), layer_name)}
         return quantize_linear(model, layer_name, self.value(stored, layer_name, model.dtype))
 
 
@@ -192,6 +190,11 @@ def quantize_linear(model: PreTrainedModel, name: str, weight: Tensor) -> dict[s
 def _kept_linear(module: Linear4bit, parts: Parts, name: str) -> Params4bit:
     _, _, state = packed_bytes(parts)
     _check_shape(name, tuple(state.shape), (module.out_features, module.in_features))
+    if module.in_features % state.blocksize:
+        raise ValueError(
+            f"{name} has blocks of {state.blocksize} weights, which run on from row to row: bitsandbytes (0.50.2) "
+            "reads wrong scales for those on AVX512 CPUs. Listed in `modules_to_not_convert`, it is dequantized"
+        )
     statistics = {role.removeprefix("."): tensor for role, tensor in parts.items() if role}
     weight = Params4bit.from_prequantized(parts[""], statistics, device=parts[""].device, module=module)
     # The state was saved with the dtype of that time, in which bitsandbytes' backward would still dequantize.
@@ -256,7 +259,7 @@ class ConvertedFromQuantized(_FromQuantized):
     def _expert_by_expert(self, stored: _Stored, layer_name: str, model: Any) -> Iterator[Tensor]:
         """The experts of a stack that is stored as a whole."""
         module, name = get_module_from_name(model, layer_name)
-        parts, source = self.parts(stored, layer_name), self.checkpoint.source
+        parts, source = self.parts(stored), self.checkpoint.source
         count, expected = source.num_experts(parts), module.num_experts_of(name)
         if count != expected:
             raise ValueError(f"{layer_name}: the checkpoint has {count} experts, expected {expected}")
@@ -273,7 +276,7 @@ class ConvertedFromQuantized(_FromQuantized):
         num_experts = module.num_experts_of(name)
         assert isinstance(self.inner, PackingConverter)
         self.inner.check_complete(layer_name, num_experts, {s: len(found) for s, found in weights.items()})
-        experts = ([self.parts(found[e], layer_name) for found in weights.values()] for e in range(num_experts))
+        experts = ([self.parts(found[e]) for found in weights.values()] for e in range(num_experts))
         return stored_parameters(module, layer_name, kept_stack(module, layer_name, experts))
 
 
@@ -378,13 +381,27 @@ def _float_stack_names(model: nn.Module) -> list[str]:
 def skipped_modules(model: PreTrainedModel, source: Source) -> list[str]:
     """Patterns of the modules of `model` that the source has left alone, whose names may be those of older layouts."""
     renaming = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
-    known = [name for name, _ in model.named_modules()]
-    patterns = []
+    known = dict(model.named_modules())
+    patterns: list[str] = []
     for name in source.skipped:
         # Renamings are written for weights, as in `block_sparse_moe.gate.weight`.
         renamed = apply_renamings(f"{name}.", renaming).removesuffix(".")
-        patterns += [p for p in dict.fromkeys((name, renamed)) if any(first_match(n, [p]) for n in known)]
-    return patterns
+        for candidate in (name, renamed):
+            expert = re.match(r"(.+)\.\d+(\.\D*)?$", candidate)
+            module = known.get(expert[1]) if expert else None
+            if expert and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                candidate = expert[1]  # one expert of what is a stack here
+            pattern = candidate if _is_pattern(candidate) else re.escape(candidate)
+            if any(first_match(n, [pattern]) for n in known):
+                patterns.append(pattern)
+    return list(dict.fromkeys(patterns))
+
+
+def _is_pattern(name: str) -> bool:
+    with suppress(ValueError):
+        check_pattern(name)
+        return True
+    return False
 
 
 def renamings(model: nn.Module, source: Source) -> list[WeightTransform]:

@@ -18,6 +18,9 @@ from hf_qmoe.structure import LARGE, expert_counts, expert_lists, leftovers, loo
 
 logger = get_logger(__name__)
 
+#: A module beside experts, by a component of its name, that chooses among them with layers of its own (Zaya).
+_ROUTER = re.compile(r"(^|\.)(gate|gating|\w*router\w*)(\.|$)")
+
 #: Block size of bitsandbytes' linears.
 LINEAR_BLOCKSIZE = 64
 
@@ -191,7 +194,9 @@ def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:
 
 
 def _linear_routers(model: PreTrainedModel) -> list[str]:
-    """Linears that score experts, or gate them: beside the experts, one output for each expert (or a single one)."""
+    """Linears that score experts, or gate them: all those of a router beside the experts, and others there with one
+    output for each expert (or a single one).
+    """
     counts = set(expert_counts(model).values())
     experts = {path: len(listed) for path, listed in expert_lists(model)}
     for path, module in model.named_modules():
@@ -203,11 +208,14 @@ def _linear_routers(model: PreTrainedModel) -> list[str]:
     routers = []
     for path, num_experts in experts.items():
         block_path = path.rpartition(".")[0]
+        while "expert" in block_path.rpartition(".")[2]:  # DBRX holds its stacks one level further down
+            block_path = block_path.rpartition(".")[0]
         for name, module in model.get_submodule(block_path).named_modules():
-            full_name = f"{block_path}.{name}" if block_path else name
-            is_beside = "." not in name or re.search("gate|router", name.rpartition(".")[0]) is not None
-            if isinstance(module, nn.Linear) and is_beside and module.out_features in (1, num_experts):
-                routers.append(full_name)
+            owner = name.rpartition(".")[0]
+            is_beside = not owner or re.search("gate|router", owner) is not None
+            scores = is_beside and getattr(module, "out_features", 0) in (1, num_experts)
+            if isinstance(module, nn.Linear) and (scores or _ROUTER.search(owner)):
+                routers.append(f"{block_path}.{name}" if block_path else name)
     return routers
 
 

@@ -28,14 +28,40 @@ class Fp8(Source):
         return "_scale_inv" in roles
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """transformers' own dequantization."""
-        weight, scale = require(parts, "", "_scale_inv")
-        stock = Fp8Dequantize(None)
-        if scale.ndim == 0:
-            scale = scale.view(1, 1)
-        restored: Tensor = stock._dequantize_one(weight, scale, output_dtype=dtype)
-        return restored
+        """Values times the scale of their block, in float32, rounded to `dtype`.
+
+        The last block of a row or column may be cut short, as in DeepSeek-V3. transformers' own `Fp8Dequantize` takes
+        all blocks for equal, and so reads other scales than were meant.
+        """
+        values, scale = require(parts, "", "_scale_inv")
+        if scale.ndim not in (values.ndim, values.ndim - 2, 0):
+            raise ValueError(f"scales {tuple(scale.shape)} do not belong to a weight {tuple(values.shape)}")
+        if values.dtype == torch.int8:
+            values = Fp8Dequantize(None)._unpack_fp4(values)  # some store experts as two e2m1 codes to the byte
+        if scale.dtype == torch.uint8:
+            scale = (scale.float() - 127).exp2()  # e8m0, as mxfp8 has it
+        scale = scale.float()
+        if scale.ndim < 2:  # one scale for a matrix, or for each matrix of a stack
+            scale = scale.reshape(*values.shape[:-2] if scale.numel() > 1 else (), 1, 1)
+        for dim in (-2, -1):
+            size = values.shape[dim]
+            block = self._block(size, scale.shape[dim], dim)
+            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+        return (values.float() * scale).to(dtype)
+
+    def _block(self, size: int, count: int, dim: int) -> int:
+        """Weights to a block along `dim`, of which there are `count` for `size` weights."""
+        sizes = self.config.get("weight_block_size") or (None, None)
+        declared = sizes[dim]
+        if declared and -(size // -declared) == count:
+            return int(declared)
+        block = size // count
+        # One scale for all, or experts in blocks of 32 beside linears in blocks of 128; anything else is a mistake.
+        if size % count or (declared and count > 1 and block & (block - 1)):
+            raise ValueError(f"{count} scales for {size} weights are not what blocks of {declared} weights give")
+        return block
 
     def expert(self, parts: Parts, index: int) -> Parts:
         """One expert's weight and scales."""
-        return {role: tensor[index] for role, tensor in parts.items() if role != "activation"}
+        one = {role: tensor for role, tensor in parts.items() if role != "activation"}
+        return {role: tensor[index] if tensor.ndim else tensor for role, tensor in one.items()}

@@ -4,6 +4,7 @@ transformers casts what it reads to the dtype of the parameter it is for: wrong 
 which are read here instead.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class CheckpointTensors:
         """The tensor `name` as it is stored."""
         tensor: Tensor = self._handles[self._files[name]].get_tensor(name)
         return tensor.to(device)
+
+    def numel(self, name: str) -> int:
+        """Elements of the tensor `name`, as it is stored."""
+        return math.prod(self._slice(name).get_shape())
 
     def is_eight_bit(self, name: str) -> bool:
         """Whether the tensor `name` is stored in 8 bit: codes, not values."""

@@ -127,13 +127,21 @@ def test_checkpoints_of_others(tiny_checkpoints: dict[str, Path], tmp_path: Path
     fp8, _ = fp8_checkpoint(tiny_checkpoints["qwen3_moe"], tmp_path / "fp8")
     mxfp4, _ = mxfp4_checkpoint(tiny_checkpoints["gpt_oss"], tmp_path / "mxfp4")
     for path in (fp8, mxfp4):
-        expected = load(path, QMoEConfig(bnb_4bit_compute_dtype=torch.bfloat16))
-        assert_same_tensors(packed_state(load(path, bnb_config())), packed_state(expected))
+        expected = packed_state(load(path, QMoEConfig(bnb_4bit_compute_dtype=torch.bfloat16)))
+        assert_same_tensors(packed_state(load(path, bnb_config())), expected)
+        assert_same_tensors(packed_state(load(path, bnb_config().to_dict())), expected)
+
+
+class OwnConfig(BitsAndBytesConfig):
+    """A subclass of somebody's."""
 
 
 @pytest.mark.usefixtures("enabled")
-def test_our_checkpoint_under_a_script_that_passes_its_config(packed_checkpoint: Path) -> None:
-    model = load(packed_checkpoint, bnb_config())
+@pytest.mark.parametrize("kind", ["config", "subclass", "dict"])
+def test_our_checkpoint_under_a_script_that_passes_its_config(packed_checkpoint: Path, kind: str) -> None:
+    config: Any = {"config": bnb_config, "subclass": lambda: OwnConfig(load_in_4bit=True)}.get(kind, lambda: None)()
+    config = config or {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    model = load(packed_checkpoint, config)
     assert_same_tensors(packed_state(model), packed_state(load(packed_checkpoint)))
 
 

@@ -49,6 +49,7 @@ def bitsandbytes_checkpoint(
     chosen: Callable[[str], bool] = lambda name: ".experts." in name,
     skip: list[str] | None = None,
     shards: int = 3,
+    blocksize: int = 64,
 ) -> Path:
     """The float checkpoint `source` as transformers v4 and bitsandbytes saved it.
 
@@ -62,7 +63,7 @@ def bitsandbytes_checkpoint(
         if not (name.endswith("weight") and value.ndim == 2 and chosen(name)):
             tensors[name] = value
             continue
-        packed, state = quantize_4bit(value, blocksize=64, quant_type=quant_type, compress_statistics=nested)
+        packed, state = quantize_4bit(value, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested)
         tensors[name] = packed
         tensors |= {f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}
     config = {
@@ -78,14 +79,19 @@ def bitsandbytes_checkpoint(
     return write(source, out, tensors, config, shards)
 
 
-def fp8_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e4m3 values, scales and the dequantized matrix (fp32) of ``[N, K]``."""
+def fp8_matrix(weight: Tensor, block: tuple[int, int] = FP8_BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+    """e4m3 values, scales and the dequantized matrix (fp32) of ``[N, K]``; the last blocks may be cut short."""
     rows, columns = weight.shape
-    blocks = weight.float().view(rows // FP8_BLOCK[0], FP8_BLOCK[0], columns // FP8_BLOCK[1], FP8_BLOCK[1])
-    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-8) / FP8_MAX
-    values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    restored = (values.float() * scale[:, None, :, None]).view(rows, columns)
-    return values.view(rows, columns), scale, restored
+    starts = range(0, rows, block[0]), range(0, columns, block[1])
+    values, restored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    scales = torch.empty(len(starts[0]), len(starts[1]))
+    for i, row in enumerate(starts[0]):
+        for j, column in enumerate(starts[1]):
+            part = slice(row, row + block[0]), slice(column, column + block[1])
+            scales[i, j] = weight[part].float().abs().max().clamp(min=1e-8) / FP8_MAX
+            values[part] = (weight[part].float() / scales[i, j]).to(torch.float8_e4m3fn)
+            restored[part] = values[part].float() * scales[i, j]
+    return values, scales, restored
 
 
 def fp8_checkpoint(
@@ -93,6 +99,7 @@ def fp8_checkpoint(
     out: Path,
     chosen: Callable[[str], bool] = lambda name: ".experts." in name or "_proj" in name,
     scale_name: str = "weight_scale_inv",
+    block: tuple[int, int] = FP8_BLOCK,
 ) -> tuple[Path, dict[str, Tensor]]:
     """`source` in block-scaled fp8; returns also the weights that were quantized, dequantized again, fp32."""
     tensors: dict[str, Tensor] = {}
@@ -101,9 +108,9 @@ def fp8_checkpoint(
         if not (name.endswith("weight") and value.ndim == 2 and chosen(name)):
             tensors[name] = value
             continue
-        tensors[name], scale, restored[name] = fp8_matrix(value)
+        tensors[name], scale, restored[name] = fp8_matrix(value, block)
         tensors[name.removesuffix("weight") + scale_name] = scale
-    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK)}
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     return write(source, out, tensors, config, shards=2), restored
 
 

@@ -205,3 +205,51 @@ def test_skipped_modules_in_the_names_of_the_checkpoint(
     assert [isinstance(module, ExpertsNbit) for module in experts.values()] == [True, False]
     assert model.config.quantization_config.modules_to_not_convert == ["model.layers.1.mlp", "model.layers.0.mlp.gate"]
     assert not warnings_logged
+
+
+def test_block_sizes_that_linears_cannot_have(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """bitsandbytes computes wrongly with blocks that run on from row to row; experts have no such limit."""
+    source = tiny_checkpoints["qwen3_moe"]
+    path = bitsandbytes_checkpoint(source, tmp_path / "v4", chosen=lambda name: "_proj" in name, blocksize=128)
+    config = QMoEConfig(experts_blocksize=128)
+    with pytest.raises(ValueError, match=r"self_attn\.k_proj\.weight has blocks of 128.*modules_to_not_convert"):
+        load(path, config)
+    config.modules_to_not_convert = ["self_attn"]
+    reference = load(reference_of(source, tmp_path / "reference", path), dtype=torch.float32)
+    model = load(path, config, dtype=torch.float32)
+    assert len(packed_modules(model)) == 2
+    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=str)
+def test_device_map(tiny_checkpoints: dict[str, Path], tmp_path: Path, device_map: object) -> None:
+    path = bitsandbytes_checkpoint(tiny_checkpoints["olmoe"], tmp_path / "v4", nested=True)
+    expected = packed_state(load(path, QMoEConfig()))
+    assert_same_tensors(packed_state(load(path, QMoEConfig(), device_map=device_map)), expected)
+
+
+def test_experts_skipped_one_by_one(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As unsloth's dynamic checkpoints list them; an entry that is no regular expression is a name."""
+    skip = [f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(NUM_EXPERTS) for p in ("gate", "up", "down")]
+    path = bitsandbytes_checkpoint(
+        tiny_checkpoints["qwen3_moe"],
+        tmp_path / "v4",
+        chosen=lambda name: "layers.0.mlp.experts" in name,
+        skip=[*skip, "foo["],
+    )
+    model = load(path, QMoEConfig())
+    assert [isinstance(module, ExpertsNbit) for module in experts_of(model).values()] == [True, False]
+    assert model.config.quantization_config.modules_to_not_convert == ["model.layers.1.mlp.experts"]
+
+
+def test_a_state_dict_in_place_of_files(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoConfig, Qwen3MoeForCausalLM
+
+    path = bitsandbytes_checkpoint(tiny_checkpoints["qwen3_moe"], tmp_path / "v4")
+    with pytest.raises(ValueError, match="`state_dict=` cannot hold them"):
+        Qwen3MoeForCausalLM.from_pretrained(
+            None,
+            config=AutoConfig.from_pretrained(path),
+            state_dict=tensors_on_disk(path),
+            quantization_config=QMoEConfig(),
+        )

@@ -31,7 +31,7 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """``(E, N, K)`` of each stack of a float experts module, by parameter name, whatever its layout.
 
     Of a module that does not follow the experts interface, these are its 3-D float parameters, as they lie; if it has
-    none and says how many experts it has, its matrices of that many times the same rows (DBRX).
+    none and says how many experts it has, its matrices of one shape with that many times the same rows (DBRX).
 
     Raises:
         ValueError: a stack is missing or is not a float ``[E, ., .]`` tensor.
@@ -40,11 +40,7 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     if not follows_experts_interface(module):
         floats = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False) if p.is_floating_point()}
         stacks = {n: shape for n, shape in floats.items() if len(shape) == 3 and min(shape[1:]) > 1}
-        count = getattr(module, "moe_num_experts", None)
-        if not stacks and isinstance(count, int) and count > 1:
-            matrices = {n: shape for n, shape in floats.items() if len(shape) == 2 and shape[0] % count == 0}
-            stacks = {n: (count, rows // count, columns) for n, (rows, columns) in matrices.items()}
-        return stacks
+        return stacks or _stacks_in_one_matrix(floats, getattr(module, "moe_num_experts", None))
     for name in stack_names(bool(module.has_gate)):
         weights = getattr(module, name, None)
         if not isinstance(weights, Tensor) or weights.ndim != 3 or not weights.is_floating_point():
@@ -53,6 +49,18 @@ def float_stack_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
         experts, rows, columns = weights.shape
         shapes[name] = (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
     return shapes
+
+
+def _stacks_in_one_matrix(floats: dict[str, tuple[int, ...]], num_experts: object) -> dict[str, tuple[int, int, int]]:
+    """``(E, N, K)`` of matrices ``[E * N, K]``, of which there are several of one shape."""
+    if not isinstance(num_experts, int) or num_experts < 2:
+        return {}
+    fitting = {n: s for n, s in floats.items() if len(s) == 2 and s[0] % num_experts == 0 and s[0] > num_experts}
+    return {
+        name: (num_experts, rows // num_experts, columns)
+        for name, (rows, columns) in fitting.items()
+        if list(fitting.values()).count((rows, columns)) > 1
+    }
 
 
 def by_expert(weights: Tensor, num_experts: int) -> Tensor:

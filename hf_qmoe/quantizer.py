@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightTransform
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -347,12 +348,19 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _refuse_unsuitable(model: PreTrainedModel) -> None:
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+    is_quantized = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None
+    if is_quantized and not _is_unpacked_gguf(model):
         raise ValueError("the model is quantized already; start from a float model, or call model.dequantize()")
     if getattr(model, "peft_config", None) or _has_adapters(model):
         raise ValueError("the model has adapters; quantize it first, then add them")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights (meta device); load it with `from_pretrained` and a QMoEConfig")
+
+
+def _is_unpacked_gguf(model: PreTrainedModel) -> bool:
+    """Whether `model` came from a GGUF file and is float all the same: transformers still calls it quantized."""
+    is_gguf = str(getattr(model, "quantization_method", "")).lower().endswith("gguf")
+    return is_gguf and all(parameter.is_floating_point() for parameter in model.parameters())
 
 
 def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -> PreTrainedModel:
@@ -383,6 +391,8 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     setattr(model, _FLOAT_CONVERSIONS, conversions)
     for name, quant_type in chosen.items():  # all checks before the first change
         check_values(model.get_submodule(name), quant_type, name)
+    if _is_unpacked_gguf(model):
+        HfQuantizer.remove_quantization_config(model.hf_quantizer, model)
     for name, quant_type in chosen.items():
         pack_module(model.get_submodule(name), quant_type, config, compute_dtype)
     tie_scales(model)

@@ -66,8 +66,19 @@ class _Stored:
     loads: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
 
 
-class _SourceRenaming(WeightRenaming):
-    """A name that only a quantized checkpoint has."""
+class _ScaleRenaming(WeightRenaming):
+    """Another name of ``weight_scale_inv``: of tensors that lie beside a ``weight``, and no others of that name."""
+
+    def __init__(self, source_patterns: str, target_patterns: str, tensors: CheckpointTensors) -> None:
+        super().__init__(source_patterns, target_patterns)
+        self.tensors = tensors
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The name that the conversions know."""
+        if f"{source_key.rpartition('.')[0]}.weight" not in self.tensors:
+            return source_key, None
+        renamed: tuple[str, str | None] = super().rename_source_key(source_key)
+        return renamed
 
 
 class _Collect(ConversionOps):
@@ -127,8 +138,8 @@ class _FromQuantized(WeightConverter):
             raise ValueError(f"{target}: the checkpoint has {sorted(stored.names.values())}, but not the weight")
         if self.checkpoint.tensors.is_eight_bit(stored.names[""]):
             raise ValueError(
-                f"{stored.names['']} is stored in 8 bit without the scales that {self.checkpoint.source.method} has; "
-                "the checkpoint is incomplete, get it again"
+                f"{stored.names['']} is stored in 8 bit, and no scales of {self.checkpoint.source.method} were found "
+                "for it: the checkpoint is incomplete, or calls them by names that are not known here"
             )
         return stored.loads[""]()
 
@@ -344,7 +355,7 @@ def requantizing_conversions(
     conversions: list[WeightTransform], model: PreTrainedModel, checkpoint: Checkpoint
 ) -> list[WeightTransform]:
     """The conversions of a load from a quantized checkpoint: of `model`'s own, those of experts are replaced."""
-    result = renamings(model, checkpoint.source)
+    result = _scale_renamings(checkpoint)
     for conversion in [*packing_conversions(conversions, model), *identity_converters(_float_stack_names(model))]:
         is_converter = isinstance(conversion, WeightConverter)
         result.append(ConvertedFromQuantized(conversion, checkpoint) if is_converter else conversion)
@@ -404,16 +415,15 @@ def _is_pattern(name: str) -> bool:
     return False
 
 
-def renamings(model: nn.Module, source: Source) -> list[WeightTransform]:
-    """What stands for ``weight_scale_inv`` in some fp8 checkpoints, as transformers knows them."""
-    if not isinstance(source, Fp8):
+def _scale_renamings(checkpoint: Checkpoint) -> list[WeightTransform]:
+    """What stands for ``weight_scale_inv`` in some fp8 checkpoints (DeepSeek-V4, Mistral), as transformers has it."""
+    if not isinstance(checkpoint.source, Fp8):
         return []
-    renamed: list[WeightTransform] = [_SourceRenaming(r"\.qscale_weight", ".weight_scale_inv")]
-    if not any(name.endswith(".scale") for name, _ in model.named_parameters()):
-        renamed.insert(0, _SourceRenaming(r"^(.+)\.scale", r"\1.weight_scale_inv"))
-    return renamed
+    return [
+        _ScaleRenaming(rf"\.{name}$", ".weight_scale_inv", checkpoint.tensors) for name in ("scale", "qscale_weight")
+    ]
 
 
 def without_requantizing(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
     """The model's own conversions among those of `requantizing_conversions`, for saving."""
-    return [c for c in conversions if not isinstance(c, _FromQuantized | _SourceRenaming)]
+    return [c for c in conversions if not isinstance(c, _FromQuantized | _ScaleRenaming)]

@@ -13,13 +13,10 @@ from hf_qmoe.layout import can_pack, float_stack_shapes, follows_experts_interfa
 from hf_qmoe.logging import get_logger
 from hf_qmoe.naming import first_match
 from hf_qmoe.source_code import weight_is_read
-from hf_qmoe.structure import LARGE, expert_counts, expert_lists, leftovers, looks_like_experts
+from hf_qmoe.structure import LARGE, ROUTER, expert_counts, expert_lists, leftovers, looks_like_experts
 
 
 logger = get_logger(__name__)
-
-#: A module beside experts, by a component of its name, that chooses among them with layers of its own (Zaya).
-_ROUTER = re.compile(r"(^|\.)(gate|gating|\w*router\w*)(\.|$)")
 
 #: Block size of bitsandbytes' linears.
 LINEAR_BLOCKSIZE = 64
@@ -214,7 +211,7 @@ def _linear_routers(model: PreTrainedModel) -> list[str]:
             owner = name.rpartition(".")[0]
             is_beside = not owner or re.search("gate|router", owner) is not None
             scores = is_beside and getattr(module, "out_features", 0) in (1, num_experts)
-            if isinstance(module, nn.Linear) and (scores or _ROUTER.search(owner)):
+            if isinstance(module, nn.Linear) and (scores or ROUTER.search(owner)):
                 routers.append(f"{block_path}.{name}" if block_path else name)
     return routers
 

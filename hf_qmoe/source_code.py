@@ -1,7 +1,9 @@
 """What a module's class does with the weight of a linear it holds, read from its source."""
 
+import ast
 import inspect
 import re
+import sys
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -35,8 +37,29 @@ def parameter_is_read(parent: nn.Module, child: str, name: str) -> bool:
 @cache
 def _source(cls: Any) -> str:
     """Source of a class and its bases below `nn.Module`; empty where there is none (made at run time)."""
-    sources = []
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        with suppress(OSError, TypeError):
-            sources.append(inspect.getsource(base))
+    sources = [
+        _classes(base.__module__).get(base.__qualname__, "") for base in cls.__mro__[: cls.__mro__.index(nn.Module)]
+    ]
     return "\n".join(sources)
+
+
+@cache
+def _classes(module: str) -> dict[str, str]:
+    """Source of each class of a Python module, by qualified name. A file is parsed once: that takes its time."""
+    found: dict[str, str] = {}
+    with suppress(OSError, TypeError, SyntaxError):
+        text = inspect.getsource(sys.modules[module])
+        lines = text.splitlines()
+        pending: list[tuple[str, ast.AST]] = [("", ast.parse(text))]
+        while pending:
+            path, node = pending.pop()
+            for child in ast.iter_child_nodes(node):
+                inside = path
+                if isinstance(child, ast.ClassDef):
+                    found[path + child.name] = "\n".join(lines[child.lineno - 1 : child.end_lineno])
+                    inside = f"{path}{child.name}."
+                elif isinstance(child, ast.FunctionDef):
+                    inside = f"{path}{child.name}.<locals>."
+                if not isinstance(child, ast.expr):
+                    pending.append((inside, child))
+    return found

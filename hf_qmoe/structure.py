@@ -22,6 +22,12 @@ _COUNT = re.compile(r"(^|_)experts$")
 #: Of these, fields that count something else than the experts of a layer.
 _OTHER_COUNT = re.compile(r"(^|_)(selected|top|topk|top_k|per|active|activated|used|shared|zero|null)_")
 
+#: A module that chooses among experts, by a component of its name.
+ROUTER = re.compile(r"(^|\.)(gate|gating|\w*router\w*)(\.|$)")
+
+#: Classes of torch whose parameters may be experts; no convolutions, recurrent layers and the like.
+_MAY_HOLD_EXPERTS = (nn.Linear, nn.Bilinear, nn.Module, nn.ParameterDict, nn.ParameterList)
+
 #: Share of a model's bytes from which weights that merely may be experts are not left in full precision.
 LARGE = 0.05
 
@@ -60,8 +66,7 @@ def looks_like_experts(name: str, module: nn.Module, counts: set[int]) -> bool:
         name: full name.
         counts: values of `expert_counts`.
     """
-    called_experts = "expert" in name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
-    if not called_experts or follows_experts_interface(module) or _is_torch(module):
+    if not _is_called_experts(name, module) or follows_experts_interface(module) or _is_torch(module):
         return False
     sizes = {shape[0] for shape in float_stack_shapes(module).values()}
     declared = {value for field, value in vars(module).items() if "expert" in field and isinstance(value, int)}
@@ -73,10 +78,9 @@ def expert_lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]
     for path, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        called_experts = "expert" in path.rpartition(".")[2].lower() or "expert" in type(container).__name__.lower()
         kinds = Counter(map(type, container.children()))
         kind, count = kinds.most_common(1)[0] if kinds else (nn.Module, 0)
-        if called_experts and count >= 2:
+        if _is_called_experts(path, container) and count >= 2:
             yield path, {name: child for name, child in container.named_children() if type(child) is kind}
 
 
@@ -88,7 +92,7 @@ class Leftover:
         name: full name of the module.
         kind: its class.
         nbytes: of its float weights.
-        certain: whether it is experts by its name; if not, its shape alone says so, or it is one linear of many.
+        certain: whether it is an experts module in a known form; if not, it may also be something that comes with one.
     """
 
     name: str
@@ -98,28 +102,53 @@ class Leftover:
 
 
 def leftovers(model: PreTrainedModel) -> Iterator[Leftover]:
-    """Float weights of `model` that are, or look like, routed experts: stacks, and linears of a list of experts."""
+    """Float weights of `model` that are, or look like, routed experts.
+
+    Experts modules that say so; whatever else lies in a module called experts, in any form (linears only where there
+    is a list of them); stacks with as many entries as there are experts, whatever they are called.
+    """
     counts = set(expert_counts(model).values())
+    called_experts = [
+        path
+        for path, module in model.named_modules()
+        if _is_called_experts(path, module) and "shared" not in path.lower() and not follows_experts_interface(module)
+    ]
+    listed = [f"{path}.{name}" for path, experts in expert_lists(model) for name in experts]
     routed = set(expert_counts(model, shared=False).values())
     for path, module in model.named_modules():
+        kind = type(module).__name__
         floats = {n: p for n, p in module.named_parameters(recurse=False) if p.is_floating_point()}
-        certain = True
+        matrices = {n: p for n, p in floats.items() if p.ndim >= 2 and "bias" not in n}
+        is_linear = isinstance(module, nn.Linear | nn.Bilinear)
+        holders = listed if is_linear else called_experts
+        inside = any(path == holder or path.startswith(f"{holder}.") for holder in holders)
+        names: tuple[str, ...] = ()
         if follows_experts_interface(module):
-            names: tuple[str, ...] = stack_names(bool(module.has_gate))
+            names = stack_names(bool(module.has_gate))
         elif looks_like_experts(path, module, counts):
             names = tuple(float_stack_shapes(module))
+            for name in matrices.keys() - set(names):  # what is left of a module whose stacks are packed
+                yield Leftover(f"{path}.{name}", kind, matrices[name].nbytes, False)
+        if names:
+            nbytes = sum(floats[name].nbytes for name in names if name in floats)
+            if nbytes:
+                yield Leftover(path, kind, nbytes, True)
+            continue
+        if inside and not ROUTER.search(path) and (not _is_torch(module) or type(module) in _MAY_HOLD_EXPERTS):
+            nbytes = sum(p.nbytes for p in matrices.values())
         else:
-            certain = False
             stacks = {} if _is_torch(module) else float_stack_shapes(module)
-            names = tuple(name for name, (experts, *_) in stacks.items() if experts in routed)
-        nbytes = sum(floats[name].nbytes for name in names if name in floats)
+            nbytes = sum(floats[name].nbytes for name, (experts, *_) in stacks.items() if experts in routed)
         if nbytes:
-            yield Leftover(path, type(module).__name__, nbytes, certain)
-    for path, experts in expert_lists(model):
-        for expert_name, expert in experts.items():
-            for name, module in expert.named_modules(prefix=f"{path}.{expert_name}"):
-                if type(module) is nn.Linear:
-                    yield Leftover(name, "Linear", module.weight.nbytes, False)
+            yield Leftover(path, kind, nbytes, False)
+
+
+def _is_called_experts(name: str, module: nn.Module) -> bool:
+    """Whether the last part of its name or its class says expert, and neither that it chooses among them."""
+    own_name, kind = name.rpartition(".")[2].lower(), type(module).__name__.lower()
+    return ("expert" in own_name or "expert" in kind) and not re.search(
+        "router|gate(?!d)|gating", f"{own_name} {kind}"
+    )
 
 
 def _is_torch(module: nn.Module) -> bool:

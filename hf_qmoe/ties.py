@@ -22,7 +22,7 @@ def tie_scales(model: PreTrainedModel) -> None:
         for suffix in SUFFIXES.values()
         if suffix and getattr(module, name + suffix, None) is not None
     }
-    if pairs:
+    if any(True for _ in _tied_stacks(model)):
         model.all_tied_weights_keys |= pairs
         descriptions = [f"{target.rpartition('.')[0]}.quant_metadata" for target, *_ in _tied_stacks(model)]
         ignored = model._keys_to_ignore_on_load_missing or []

@@ -40,6 +40,9 @@ class CheckpointTensors:
             self._handles[file] = handle
             self._files |= dict.fromkeys(handle.keys(), file)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """The tensor `name` as it is stored."""
         tensor: Tensor = self._handles[self._files[name]].get_tensor(name)

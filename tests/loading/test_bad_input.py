@@ -611,7 +611,7 @@ def test_model_without_weights() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*float32")
 def test_own_config_over_a_bitsandbytes_checkpoint(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """As stock bitsandbytes saves it today: linears in 4 bit, which are kept, and experts in bf16, which are packed."""
+    """As stock bitsandbytes saves it today: linears in 4 bit, which are kept, experts in bf16, which are packed."""
     stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     load(tiny_checkpoints["qwen3_moe"], stock).save_pretrained(tmp_path)
     model, expected = load(tmp_path, QMoEConfig()), load(tiny_checkpoints["qwen3_moe"], QMoEConfig())

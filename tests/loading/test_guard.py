@@ -136,6 +136,112 @@ def test_switch_transformers(how: str, tmp_path: Path) -> None:
             assert type(module) is nn.Linear, name
 
 
+class OwnLinear(nn.Linear):
+    """A subclass of somebody's, which bitsandbytes does not replace."""
+
+
+class Odd(nn.Module):
+    """A block whose experts are in a form that nothing here packs."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        if form == "parameter list":
+            self.experts.weights = nn.ParameterList(nn.Parameter(torch.zeros(96, 64)) for _ in range(4))
+        elif form == "four axes":
+            self.experts.w = nn.Parameter(torch.zeros(4, 2, 96, 64))
+            self.experts.w2 = nn.Parameter(torch.zeros(4, 64, 96))
+        elif form == "one matrix":
+            self.experts.num_experts = 4
+            self.experts.w1 = nn.Parameter(torch.zeros(4 * 96, 64))
+        elif form == "linears of a subclass":
+            self.experts = nn.ModuleList(OwnLinear(64, 128) for _ in range(4))
+        else:
+            self.experts = nn.ModuleList(nn.Bilinear(64, 64, 4) for _ in range(4))
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "form", ["parameter list", "four axes", "one matrix", "linears of a subclass", "bilinear"], ids=str
+)
+def test_experts_in_other_forms_beside_ordinary_ones(how: str, tmp_path: Path, form: str) -> None:
+    """That other experts are found does not hide them."""
+
+    class Mixed(Qwen3MoeForCausalLM):
+        def __init__(self, config: object) -> None:
+            super().__init__(config)
+            self.model.layers[1].mlp = Odd(form)
+
+    with pytest.raises(ValueError, match=r"(?s)layers\.1\.mlp\.experts.*[\d,]+ bytes.*modules_to_not_convert"):
+        quantized(how, Mixed, tmp_path, QMoEConfig())
+    model = quantized(how, Mixed, tmp_path / "again", QMoEConfig(modules_to_not_convert=[r"layers\.1\.mlp.*"]))
+    assert len(packed_modules(model)) == 1
+
+
+class MatrixExperts(nn.Module):
+    """As DBRX's, with a bias for each expert beside the matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe_num_experts = 4
+        self.w1, self.w2 = (nn.Parameter(torch.randn(4 * 96, 64)) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(4, 64))
+
+
+class ExpertsRouter(nn.Module):
+    """Chooses among experts, with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe_num_experts = 4
+        self.weight = nn.Parameter(torch.randn(4, 64))
+
+
+@BOTH_WAYS
+def test_routers_and_biases_of_matrix_experts_stay_float(how: str, tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts_router, self.expert_mlp = ExpertsRouter(), MatrixExperts()
+
+    model = quantized(how, with_blocks(Block, "MatrixMoe"), tmp_path, QMoEConfig())
+    block = model.model.layers[0].mlp
+    assert list(block.expert_mlp.parametrizations) == ["w1", "w2"]
+    assert block.expert_mlp.bias.is_floating_point()
+    assert type(block.experts_router) is ExpertsRouter
+    assert block.experts_router.weight.is_floating_point()
+
+
+class GatedExperts(nn.Module):
+    """Says gated in its name, and is no gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.w1 = nn.Parameter(torch.randn(4, 96, 64))
+
+
+class ExpertHead(nn.Module):
+    """One MLP, whatever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+
+@BOTH_WAYS
+def test_names_that_mislead(how: str, tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.expert_head = GatedExperts(), ExpertHead()
+
+    model = quantized(how, with_blocks(Block, "MisleadingMoe"), tmp_path, QMoEConfig(quantize_linears=False))
+    block = model.model.layers[0].mlp
+    assert list(block.mlp.parametrizations) == ["w1"]
+    assert type(block.expert_head.up) is nn.Linear
+
+
 # -- a model type that was never seen -------------------------------------------------------------------------------
 
 

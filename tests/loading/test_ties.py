@@ -40,11 +40,16 @@ def assert_tied(model: PreTrainedModel) -> None:
     assert torch.equal(encoder.quant_metadata, decoder.quant_metadata)
 
 
-@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize(("quant_type", "double_quant"), [("nf4", False), ("nf4", True), ("bf16", False)])
 def test_scales_are_tied_too(
-    source: PreTrainedModel, checkpoint: Path, tmp_path: Path, warnings_logged: list[str], double_quant: bool
+    source: PreTrainedModel,
+    checkpoint: Path,
+    tmp_path: Path,
+    warnings_logged: list[str],
+    quant_type: str,
+    double_quant: bool,
 ) -> None:
-    config = QMoEConfig(quantize_linears=False, experts_double_quant=double_quant)
+    config = QMoEConfig(quant_type, experts_double_quant=double_quant, quantize_linears=False)
     model, info = type(source).from_pretrained(checkpoint, quantization_config=config, output_loading_info=True)
     assert not info["missing_keys"]
     assert_tied(model)

@@ -187,3 +187,19 @@ def test_method_named_for_the_language_model_alone(tmp_path: Path) -> None:
         saved = json.loads((tmp_path / name / "config.json").read_text())
         assert "quantization_config" not in saved["text_config"], name
         assert ("quantization_config" in saved) == (name == "ours")
+
+
+def test_parameters_called_scale_beside_scales_of_that_name(tmp_path: Path) -> None:
+    """DeepSeek-V4: ``attn_hc.scale`` is a parameter, ``wkv.scale`` belongs to a weight."""
+    from tests.sweep.registry import decorated
+    from tests.sweep.tiny import build, find_models
+
+    ((cls, config),) = find_models(decorated()["DeepseekV4Experts"]).items()
+    build(cls, config).to(torch.bfloat16).save_pretrained(tmp_path / "float")
+    loaded = []
+    for name in ("weight_scale_inv", "scale"):
+        path, weights = fp8_checkpoint(tmp_path / "float", tmp_path / name, scale_name=name)
+        assert len(weights) > 10
+        loaded.append(cls.from_pretrained(path, quantization_config=QMoEConfig()))
+    assert any(name.endswith(".scale") for name, _ in loaded[0].named_parameters())
+    assert_same_tensors(loaded[1].state_dict(), loaded[0].state_dict())

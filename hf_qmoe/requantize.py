@@ -37,7 +37,7 @@ from hf_qmoe.conversion import (
     packing_conversions,
     stored_parameters,
 )
-from hf_qmoe.layout import follows_experts_interface, stack_names
+from hf_qmoe.layout import by_expert, follows_experts_interface, stack_names
 from hf_qmoe.naming import check_pattern, first_match
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import PackedModule
@@ -271,6 +271,9 @@ class ConvertedFromQuantized(_FromQuantized):
         """The experts of a stack that is stored as a whole."""
         module, name = get_module_from_name(model, layer_name)
         parts, source = self.parts(stored), self.checkpoint.source
+        if len(module.float_shape(name)) == 2:  # the experts' rows in one matrix, whose blocks may cross experts
+            yield from by_expert(self.decoded(parts, layer_name, model.dtype), module.num_experts_of(name))
+            return
         count, expected = source.num_experts(parts), module.num_experts_of(name)
         if count != expected:
             raise ValueError(f"{layer_name}: the checkpoint has {count} experts, expected {expected}")

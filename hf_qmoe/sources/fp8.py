@@ -34,7 +34,7 @@ class Fp8(Source):
         all blocks for equal, and so reads other scales than were meant.
         """
         values, scale = require(parts, "", "_scale_inv")
-        if scale.ndim not in (values.ndim, values.ndim - 2, 0):
+        if scale.ndim not in (values.ndim, values.ndim - 2) and scale.numel() > 1:
             raise ValueError(f"scales {tuple(scale.shape)} do not belong to a weight {tuple(values.shape)}")
         if values.dtype == torch.int8:
             values = Fp8Dequantize(None)._unpack_fp4(values)  # some store experts as two e2m1 codes to the byte

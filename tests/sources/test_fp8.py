@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor
 
 from hf_qmoe import QMoEConfig
-from tests.sources.checkpoints import fp8_checkpoint, write
+from tests.sources.checkpoints import fp8_checkpoint, fp8_matrix, write
 from tests.support.checkpoints import assert_same_tensors, edited, load, logits, packed_state, tensors_on_disk
 from tests.support.models import PER_EXPERT_FAMILIES, experts_of, token_ids
 
@@ -62,7 +62,7 @@ def test_scales_that_no_block_explains(tiny_checkpoints: dict[str, Path], tmp_pa
         load(path, QMoEConfig())
 
 
-@pytest.mark.parametrize("scale", ["scalar", "uint8"])
+@pytest.mark.parametrize("scale", ["scalar", "one", "uint8"])
 def test_other_scales(tiny_checkpoints: dict[str, Path], tmp_path: Path, scale: str) -> None:
     """One scale for a whole matrix; powers of two as bytes, as mxfp8 has them."""
     source = tiny_checkpoints["mixtral"]
@@ -70,16 +70,14 @@ def test_other_scales(tiny_checkpoints: dict[str, Path], tmp_path: Path, scale: 
     for name in [name for name in tensors if ".experts." in name]:
         codes = (tensors[name].float() * 64).to(torch.float8_e4m3fn)
         rows, columns = codes.shape
-        if scale == "scalar":
-            scales = torch.tensor(1 / 64)
+        if scale in ("scalar", "one"):
+            scales = torch.tensor(1 / 64).reshape(() if scale == "scalar" else (1,))
             weights[name] = codes.float() / 64
         else:
             scales = torch.randint(119, 123, (rows, columns // 32), dtype=torch.uint8)
             weights[name] = codes.float() * (scales.float() - 127).exp2().repeat_interleave(32, 1)
         tensors[name], tensors[f"{name}_scale_inv"] = codes, scales
-    method = {"scalar": {"quant_method": "fp8"}, "uint8": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}}[
-        scale
-    ]
+    method = {"quant_method": "mxfp8", "weight_block_size": [1, 32]} if scale == "uint8" else {"quant_method": "fp8"}
     path = write(source, tmp_path / "fp8", tensors, method)
     floats = dequantized_checkpoint(source, tmp_path / "float", weights, torch.float32)
     model = load(path, QMoEConfig(experts_quant_type="int8"), dtype=torch.float32)
@@ -203,3 +201,19 @@ def test_parameters_called_scale_beside_scales_of_that_name(tmp_path: Path) -> N
         loaded.append(cls.from_pretrained(path, quantization_config=QMoEConfig()))
     assert any(name.endswith(".scale") for name, _ in loaded[0].named_parameters())
     assert_same_tensors(loaded[1].state_dict(), loaded[0].state_dict())
+
+
+def test_matrices_of_all_experts(tmp_path: Path) -> None:
+    """DBRX's ``[E * N, K]``."""
+    from tests.sweep.registry import every
+    from tests.sweep.tiny import build, find_models
+
+    ((cls, config),) = find_models(every()["DbrxExpertGLU"]).items()
+    build(cls, config).to(torch.bfloat16).save_pretrained(tmp_path / "float")
+    tensors, weights = tensors_on_disk(tmp_path / "float"), {}
+    for name in [name for name in tensors if name.endswith((".w1", ".v1", ".w2"))]:
+        tensors[name], tensors[f"{name}_scale_inv"], weights[name] = fp8_matrix(tensors[name])
+    path = write(tmp_path / "float", tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [32, 16]})
+    floats = dequantized_checkpoint(tmp_path / "float", tmp_path / "restored", weights, torch.bfloat16)
+    model, expected = (cls.from_pretrained(p, quantization_config=QMoEConfig()) for p in (path, floats))
+    assert_same_tensors(model.state_dict(), expected.state_dict())

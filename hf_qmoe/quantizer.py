@@ -34,7 +34,8 @@ from hf_qmoe.naming import first_match
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
 from hf_qmoe.parametrize import packed_parametrizations, restore_parameter
 from hf_qmoe.pending import PendingParametrization
-from hf_qmoe.requantize import Checkpoint, requantizing_conversions, skipped_modules, without_requantizing
+from hf_qmoe.requantize.collect import Checkpoint
+from hf_qmoe.requantize.conversions import requantizing_conversions, skipped_modules, without_requantizing
 from hf_qmoe.selection import (
     experts_modules,
     experts_to_pack,

@@ -18,7 +18,7 @@ CONSTRAIN = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test sweep floor bench check lint types layers format clean
+.PHONY: help demo test sweep native sanitize floor bench check lint types layers format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -27,12 +27,20 @@ demo: $(VENV)/.stamp-demo-model  ## train a small real MoE in 4 bit on the CPU, 
 	HF_HUB_OFFLINE=1 $(PY) examples/demo.py $(ARGS)
 
 # One thread per worker: two workers with a thread pool each are slower than two without on two cores.
-test: $(VENV)/.stamp-test  ## run the tests; ARGS= and TESTS= narrow them down
+test: $(VENV)/.stamp-native  ## run the tests; ARGS= and TESTS= narrow them down
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
 
 sweep: $(VENV)/.stamp-test  ## check every experts class of transformers and write docs/architectures.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) tests/sweep $(ARGS)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.sweep.table docs/architectures.md
+
+native: $(VENV)/.stamp-native  ## compile the CPU kernels again
+
+sanitize: $(VENV)/.stamp-test  ## run the tests of the CPU kernels with address and undefined behaviour checks
+	$(PY) hf_qmoe/ops/build_native.py --sanitize
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_sanitize.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(PY) -m pytest -q tests/ops/test_native.py -k "not every_mode" $(ARGS)
 
 # The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
 FLOOR := bitsandbytes==0.48.0 peft==0.20.0
@@ -43,7 +51,7 @@ floor: $(VENV)/.stamp-floor  ## run the tests of checkpointing and LoRA with the
 		tests/experts/test_streaming.py tests/lora/test_parity.py \
 		-k "nf4 or foreign or floor or (parity and not bfloat16)" $(ARGS)
 
-bench: $(VENV)/.stamp-test $(VENV)/.stamp-demo-model  ## run the benchmarks
+bench: $(VENV)/.stamp-native $(VENV)/.stamp-demo-model  ## run the benchmarks
 	HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS)
 
 check: lint types layers  ## lint, types and layers
@@ -70,6 +78,11 @@ clean:  ## remove caches and build outputs, not .venv
 $(VENV)/.stamp-venv:
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(PIP) install --upgrade pip
+	@touch $@
+
+# Installing compiles them too; this is for a checkout whose sources have changed since.
+$(VENV)/.stamp-native: $(wildcard hf_qmoe/ops/csrc/*) hf_qmoe/ops/build_native.py | $(VENV)/.stamp-test
+	$(PY) hf_qmoe/ops/build_native.py || [ -z "$(HF_QMOE_REQUIRE_NATIVE)" ]
 	@touch $@
 
 $(VENV)/.stamp-floor: $(VENV)/.stamp-test

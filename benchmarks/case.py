@@ -20,7 +20,7 @@ class Row:
         arm: what was measured.
         config: what it was measured at, e.g. ``{"depth": 4}``; JSON types.
         metric: name of the number, e.g. ``peak_rss_anon``.
-        unit: ``bytes``, ``ms`` or ``nats``.
+        unit: ``bytes``, ``ms``, ``GB/s`` or ``nats``.
         value: the number; a median where `repeats` > 1 and the unit is ``ms``, the maximum where it is ``bytes``.
         baseline: arm or quantity that `ratio` divides by; empty if there is none.
         ratio: `value` relative to `baseline`.

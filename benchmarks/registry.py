@@ -2,6 +2,7 @@
 
 from benchmarks import (
     convergence,
+    cpu_kernels,
     expert_lora,
     experts_time,
     linear_4bit,
@@ -22,5 +23,6 @@ CASES: dict[str, Case] = {
         convergence.CASE,
         streamed_memory.CASE,
         linear_4bit.CASE,
+        cpu_kernels.CASE,
     )
 }

@@ -14,6 +14,8 @@ import bitsandbytes.functional as bnb_functional
 import torch
 from torch import Tensor
 
+from hf_qmoe.ops import native
+
 
 #: Block sizes that bitsandbytes implements on every device, for 4-bit and for 8-bit codebooks.
 BLOCKSIZES_4BIT = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -184,6 +186,8 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     check_blocksize(quant_type, blocksize)
     if weight.numel() % blocksize:
         raise ValueError(f"blocksize={blocksize} does not divide the {rows} x {columns} weights of an expert")
+    if weight.is_contiguous() and (done := native.quantize(weight, quant_type, blocksize)) is not None:
+        return done
     packed = torch.empty(weight.numel() * fmt.bits // 8, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(weight.numel() // blocksize, dtype=torch.float32, device=weight.device)
     step = _rows_at_once(weight, blocksize)
@@ -210,6 +214,9 @@ def _rows_at_once(weight: Tensor, blocksize: int) -> int:
 
 
 def _quantize_blocks(run: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, Tensor]:
+    done = native.quantize(run, quant_type, blocksize)
+    if done is not None:
+        return done
     if get_format(quant_type).bits == 4:
         codes, absmax = torch.ops.bitsandbytes.quantize_4bit.default(run, blocksize, quant_type, torch.uint8)
         return codes.view(-1), absmax
@@ -237,17 +244,17 @@ def dequantize(packed: Tensor, absmax: Tensor | None, quant_type: str, blocksize
     if absmax is None or absmax.dtype != torch.float32:
         raise ValueError(f"{quant_type} needs float32 scales, got {None if absmax is None else absmax.dtype}")
     shape = (packed.shape[0], packed.shape[1] * 8 // fmt.bits)
-    native = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+    computed = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
     scales = absmax.reshape(-1)
     weight: Tensor
     if fmt.bits == 4:
         flat = packed.reshape(-1, 1)
         rows = rows_for_dequantize(shape[0], shape[1], blocksize)
-        weight = torch.ops.bitsandbytes.dequantize_4bit.default(flat, scales, blocksize, quant_type, rows, native)
+        weight = torch.ops.bitsandbytes.dequantize_4bit.default(flat, scales, blocksize, quant_type, rows, computed)
         weight = weight.view(shape)
     else:
         code = codebook(quant_type, packed.device)
-        weight = torch.ops.bitsandbytes.dequantize_blockwise.default(packed, scales, code, blocksize, native)
+        weight = torch.ops.bitsandbytes.dequantize_blockwise.default(packed, scales, code, blocksize, computed)
     return weight.to(dtype)
 
 
@@ -272,14 +279,16 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         uint8 ``[G]``, their fp32 scales ``[ceil(G / 256)]`` and the fp32 scalar ``offset`` (the mean of `absmax`).
     """
     offset = absmax.mean()
-    codes, nested_absmax = torch.ops.bitsandbytes.quantize_blockwise.default(
-        absmax - offset, codebook("int8", absmax.device), NESTED_BLOCKSIZE
-    )
+    codes, nested_absmax = _quantize_blocks(absmax - offset, "int8", NESTED_BLOCKSIZE)
     return codes, nested_absmax, offset
 
 
 def decompress_absmax(codes: Tensor, nested_absmax: Tensor, offset: Tensor, code: Tensor | None = None) -> Tensor:
     """Inverse of `compress_absmax`: fp32 ``[G]``. `code` is the codebook, if it is not the one used there."""
+    if code is None:
+        values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+        if native.dequantize_into(values, codes, nested_absmax, "int8", NESTED_BLOCKSIZE):
+            return values.add_(offset)
     code = codebook("int8", codes.device) if code is None else code
     absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         codes.reshape(-1), nested_absmax, code, NESTED_BLOCKSIZE, torch.float32

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops import cpu, cuda
+from hf_qmoe.ops import cpu, cuda, native
 from hf_qmoe.ops.formats import decompress_absmax, dequantize, get_format
 
 
@@ -74,8 +74,9 @@ def dequantize_expert(
     rows, columns = packed.shape[0], packed.shape[1] * 8 // get_format(quant_type).bits
     blocksize = rows * columns // absmax.numel()
     buffer = _scratch.take((rows, columns), dtype, packed.device) if out is None else out
-    native = cpu if packed.device.type == "cpu" else cuda
-    if not native.dequantize_into(buffer, packed.contiguous(), absmax.contiguous(), quant_type, blocksize):
+    modules = (native, cpu) if packed.device.type == "cpu" else (cuda,)
+    operands = buffer, packed.contiguous(), absmax.contiguous(), quant_type, blocksize
+    if not any(module.dequantize_into(*operands) for module in modules):
         buffer.copy_(dequantize(packed, absmax, quant_type, blocksize, dtype))
     return buffer
 

@@ -32,6 +32,7 @@ ARMS = {
     "expert_lora": {"hf_qmoe", "stock_peft"},
     "streamed_memory": {"recycled", "private"},
     "linear_4bit": {"hf_qmoe", "bitsandbytes"},
+    "cpu_kernels": {"native", "bitsandbytes"},
 }
 
 

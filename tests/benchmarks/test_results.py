@@ -113,7 +113,7 @@ def test_recorded_expert_lora_meets_its_targets() -> None:
 
 
 def test_recorded_convergence() -> None:
-    """Three seeds; training closes more than half of the gap that nf4 opens. (The target of 2 % is not met yet.)"""
+    """Three seeds: QLoRA on nf4 experts ends within 2 % of LoRA on bf16 ones, less than half of the first gap."""
     rows = [row for row in _recorded("convergence") if row.arm == "hf_qmoe"]
     gaps: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -122,4 +122,5 @@ def test_recorded_convergence() -> None:
         gaps.setdefault(row.config["seed"], {})[row.metric] = row.ratio - 1
     assert sorted(gaps) == [0, 1, 2]
     for gap in gaps.values():
+        assert gap["held_out_loss_after"] <= 0.02
         assert gap["held_out_loss_after"] < 0.5 * gap["held_out_loss_before"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from bitsandbytes.cextension import BNBNativeLibrary, ErrorHandlerMockBNBNativeLibrary
 
-from hf_qmoe.ops import cpu, cuda, formats, torch_ops
+from hf_qmoe.ops import cpu, cuda, formats, native, torch_ops
 from tests.support.oracle import (
     NATIVE_DTYPES,
     SCALED,
@@ -93,14 +93,14 @@ def test_a_library_without_the_entry_point_is_declined(quant_type, library, monk
 @pytest.mark.parametrize("dtype", [*NATIVE_DTYPES, torch.float64], ids=dtype_name)
 @pytest.mark.parametrize(("columns", "blocksize"), [(128, 64), (96, 128), (128, 2048)])
 def test_declined_and_accepted_unpacking_agree(quant_type, dtype, columns, blocksize, monkeypatch):
-    """One expert has the same bits whether the library unpacks it into the buffer or the operator does."""
+    """One expert has the same bits whether our kernels, bitsandbytes' library or its operator unpacks it."""
     packed, absmax = formats.quantize(torch.randn(64, columns), quant_type, blocksize)
-    native = torch_ops.dequantize_expert(packed, absmax, quant_type, dtype).clone()
+    expected = torch_ops.dequantize_expert(packed, absmax, quant_type, dtype).clone()
 
-    monkeypatch.setattr(cpu, "dequantize_into", lambda *_: False)
-    fallback = torch_ops.dequantize_expert(packed, absmax, quant_type, dtype).clone()
-
-    assert_same_bits(native, fallback)
+    for module in (native, cpu):
+        monkeypatch.setattr(module, "dequantize_into", lambda *_: False)
+        fallback = torch_ops.dequantize_expert(packed, absmax, quant_type, dtype).clone()
+        assert_same_bits(expected, fallback)
 
 
 def test_strided_bytes_and_scales_are_read_in_logical_order():

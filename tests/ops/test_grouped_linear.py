@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_qmoe.ops import cpu, reference, torch_ops
+from hf_qmoe.ops import cpu, native, reference, torch_ops
 from hf_qmoe.ops.schema import dequantize_stack, grouped_linear
 from hf_qmoe.packed import PackedStack
 from tests.support.oracle import (
@@ -207,6 +207,7 @@ def test_only_experts_with_rows_are_unpacked(monkeypatch):
         unpacked.append((packed.data_ptr() - stack.packed.data_ptr()) // stack.packed[0].nbytes)
         return original(out, packed, *args)
 
+    monkeypatch.setattr(native, "dequantize_into", lambda *_: False)
     monkeypatch.setattr(cpu, "dequantize_into", record)
     run(torch.randn(4, 64), stack, offsets_of(0, 3, 0, 0, 1))
 
@@ -271,6 +272,7 @@ def buffers(monkeypatch):
         seen.append((out.data_ptr(), weakref.ref(out if out._base is None else out._base)))
         return original(out, *args)
 
+    monkeypatch.setattr(native, "dequantize_into", lambda *_: False)
     monkeypatch.setattr(cpu, "dequantize_into", record)
     torch_ops.release_scratch()
     yield seen
@@ -338,6 +340,7 @@ def test_the_buffer_is_on_the_device_of_the_weights(monkeypatch):
         devices.append(out.device.type)
         return original(out, *args) if out.device.type == "cpu" else True  # else it would write to address 0
 
+    monkeypatch.setattr(native, "dequantize_into", lambda *_: False)
     monkeypatch.setattr(cpu, "dequantize_into", check)
     torch_ops.release_scratch()
     with torch.device("meta"):

@@ -1,0 +1,138 @@
+"""Compiles the CPU kernels in ``csrc``: ``python -m hf_qmoe.ops.build_native [--sanitize]``.
+
+The library lands beside this file, for installs of every kind: the build hook of the package, the Makefile and the
+command line all come here. This file needs the standard library only, since the hook runs before anything else is
+installed. Each instruction set is a file compiled with its own flags; which of them runs is decided at run time.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+_HERE = Path(__file__).resolve().parent
+SOURCES = _HERE / "csrc"
+
+#: The library, and the one built with ``--sanitize``. Neither is under version control.
+LIBRARY = _HERE / "_native.so"
+SANITIZED_LIBRARY = _HERE / "_native_sanitize.so"
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi")
+# Results are to be the same for every instruction set: a product and a sum are fused where the source says so only.
+_FLAGS = (
+    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-fno-math-errno", "-ffp-contract=off"),
+    # GCC 12 warns about its own intrinsics headers.
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
+_OPTIMIZE = ("-O3",)
+_SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+class BuildError(RuntimeError):
+    """The kernels could not be compiled; the message says why."""
+
+
+def source_digest() -> str:
+    """Identifies the sources and flags of a library, so that one built from others is not used."""
+    digest = hashlib.sha256(repr((_FLAGS, _AVX2, _AVX512)).encode())
+    for path in sorted(SOURCES.iterdir()) if SOURCES.is_dir() else ():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> list[str] | None:
+    """The command of a C++ compiler: ``$CXX``, else ``g++``, ``clang++`` or ``c++``; `None` if there is none."""
+    if os.environ.get("CXX"):
+        command = shlex.split(os.environ["CXX"])
+        return command if shutil.which(command[0]) else None
+    return next(([name] for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+
+
+def build(sanitize: bool = False, output: Path | None = None) -> Path:
+    """Compiles and links the library.
+
+    Args:
+        sanitize: with address and undefined behaviour checks, slow, for the tests.
+        output: where to; by default `LIBRARY` or `SANITIZED_LIBRARY`. A library there is replaced only on success.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        BuildError: no compiler, or it failed.
+    """
+    if sys.platform == "win32":
+        raise BuildError("the CPU kernels are not built on Windows")
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler found: $CXX, g++, clang++ or c++")
+    target = output or (SANITIZED_LIBRARY if sanitize else LIBRARY)
+    mode = _SANITIZE if sanitize else _OPTIMIZE
+    try:
+        _compile([*compiler, *mode, "-fopenmp"], target)
+    except BuildError:
+        _compile([*compiler, *mode], target)  # clang often comes without OpenMP; the kernels then use one thread
+    return target
+
+
+def _units() -> list[tuple[str, tuple[str, ...]]]:
+    """Source files and their own flags."""
+    digest = f'-DHF_QMOE_SOURCE_DIGEST="{source_digest()}"'
+    units: list[tuple[str, tuple[str, ...]]] = [("dequantize_generic", ()), ("quantize_generic", ())]
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return [*units, ("dispatch", (digest,))]
+    for kernel in ("dequantize", "quantize"):
+        units += [(f"{kernel}_avx2", _AVX2), (f"{kernel}_avx512", _AVX512)]
+    return [*units, ("dispatch", (digest, "-DHF_QMOE_X86"))]
+
+
+def _compile(command: list[str], target: Path) -> None:
+    # Linked beside its destination and moved over it: a process that has the old library open keeps it.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-build-") as folder:
+        objects = []
+        for name, flags in _units():
+            objects.append(f"{folder}/{name}.o")
+            _run([*command, *_FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
+        linked = Path(folder) / target.name
+        _run([*command, "-shared", *objects, "-o", str(linked)])
+        os.replace(linked, target)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        what = next((Path(word).name for word in command if word.endswith(".cpp")), "the library")
+        raise BuildError(f"{command[0]} failed on {what}: {errors[0].strip() if errors else done.returncode}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Builds in place; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_qmoe.ops.build_native", description="Compiles the CPU kernels."
+    )
+    parser.add_argument("--sanitize", action="store_true", help=f"build {SANITIZED_LIBRARY.name} with checks")
+    try:
+        library = build(parser.parse_args(arguments).sanitize)
+    except BuildError as error:
+        print(f"hf_qmoe: CPU kernels not built: {error}", file=sys.stderr)
+        return 1
+    print(f"built {library}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

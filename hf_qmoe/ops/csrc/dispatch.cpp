@@ -1,0 +1,122 @@
+// The exported functions, and which instruction set they run on.
+#include "kernels.h"
+
+#include "common.h"
+
+#define HF_QMOE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Kernels {
+    const char* name;
+    decltype(&hf_qmoe_dequantize_generic) dequantize;
+    decltype(&hf_qmoe_quantize_4bit_generic) quantize_4bit;
+    decltype(&hf_qmoe_quantize_8bit_generic) quantize_8bit;
+};
+
+#define HF_QMOE_KERNELS(isa) \
+    { #isa, hf_qmoe_dequantize_##isa, hf_qmoe_quantize_4bit_##isa, hf_qmoe_quantize_8bit_##isa }
+
+// Lowest first; each processor that has one has those before it.
+const Kernels kAll[] = {
+    HF_QMOE_KERNELS(generic),
+#ifdef HF_QMOE_X86
+    HF_QMOE_KERNELS(avx2),
+    HF_QMOE_KERNELS(avx512),
+#endif
+};
+
+int highest() {
+#ifdef HF_QMOE_X86
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vbmi"))
+        return 2;
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// An index of kAll; -1 before the first use.
+int selected = -1;
+
+const Kernels& kernels() {
+    int level = __atomic_load_n(&selected, __ATOMIC_RELAXED);
+    if (level < 0) {
+        level = highest();
+        __atomic_store_n(&selected, level, __ATOMIC_RELAXED);
+    }
+    return kAll[level];
+}
+
+}  // namespace
+
+// A digest of the sources that this library was built from.
+HF_QMOE_EXPORT const char* hf_qmoe_source_digest() { return HF_QMOE_SOURCE_DIGEST; }
+
+// Name of the instruction set in use.
+HF_QMOE_EXPORT const char* hf_qmoe_instruction_set() { return kernels().name; }
+
+// Uses the instruction set `name` from now on, the best one for a null pointer. Returns whether this processor has it.
+HF_QMOE_EXPORT int hf_qmoe_select(const char* name) {
+    const int best = highest();
+    for (int level = name ? 0 : best; level <= best; level++) {
+        if (name && strcmp(name, kAll[level].name) != 0) continue;
+        __atomic_store_n(&selected, level, __ATOMIC_RELAXED);
+        return 1;
+    }
+    return 0;
+}
+
+// Whether work is spread over threads.
+HF_QMOE_EXPORT int hf_qmoe_has_openmp() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Unpacks `count` weights.
+//
+//   out        `count` values of `dtype` (0 float, 1 bfloat16, 2 float16)
+//   packed     uint8, `bits` (4 or 8) per weight; of two 4-bit codes in a byte the high one is first
+//   absmax     one float per block of `blocksize` weights, the last of which may be cut short
+//   codebook   16 or 256 floats
+//   blocksize  even for 4 bits
+//   flush_subnormals  4 bits only: products below 2^-126 become zeros
+//   threads    at most this many
+//
+// No pointer needs an alignment. Returns 0, or 2 for a dtype or a number of bits that is not known.
+HF_QMOE_EXPORT int hf_qmoe_dequantize(void* out, int dtype, const uint8_t* packed, const float* absmax,
+                                      const float* codebook, int bits, int64_t count, int64_t blocksize,
+                                      int flush_subnormals, int threads) {
+    if ((bits != 4 && bits != 8) || count < 0 || blocksize <= 0 || (bits == 4 && blocksize % 2)) return kBadArgument;
+    return kernels().dequantize(out, dtype, packed, absmax, codebook, bits, count, blocksize, flush_subnormals,
+                                threads);
+}
+
+// Packs `count` weights of `dtype` into 4-bit codes and one absmax per block; `blocksize` is even and divides `count`.
+//
+//   bounds  15 sorted floats: a weight takes `codes[number of bounds below weight / absmax]`
+//   codes   16 bytes
+//
+// Returns 0, 1 if a weight is not finite (the outputs then hold nothing of use), or 2 for an argument out of range.
+HF_QMOE_EXPORT int hf_qmoe_quantize_4bit(uint8_t* packed, float* absmax, const void* weight, int dtype,
+                                         const float* bounds, const uint8_t* codes, int64_t count, int64_t blocksize,
+                                         int threads) {
+    if (count < 0 || blocksize <= 0 || blocksize % 2 || count % blocksize) return kBadArgument;
+    return kernels().quantize_4bit(packed, absmax, weight, dtype, bounds, codes, count, blocksize, threads);
+}
+
+// Packs into 8-bit codes; the last block may be cut short.
+//
+//   nearest  65536 codes, for weight / absmax from -1 to 1 in equal steps
+HF_QMOE_EXPORT int hf_qmoe_quantize_8bit(uint8_t* packed, float* absmax, const void* weight, int dtype,
+                                         const uint8_t* nearest, int64_t count, int64_t blocksize, int threads) {
+    if (count < 0 || blocksize <= 0) return kBadArgument;
+    return kernels().quantize_8bit(packed, absmax, weight, dtype, nearest, count, blocksize, threads);
+}

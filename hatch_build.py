@@ -24,7 +24,6 @@ class NativeKernels(BuildHookInterface):
             return
         # By path: the package itself cannot be imported, its dependencies are not there while it is being built.
         builder = runpy.run_path(str(Path(self.root, "hf_qmoe", "ops", "build_native.py")))
-        builder["LIBRARY"].unlink(missing_ok=True)  # or a library of earlier sources would be packed
         try:
             library = builder["build"]()
         except builder["BuildError"] as error:

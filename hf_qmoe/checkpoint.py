@@ -121,7 +121,7 @@ def _refuse_quantized(file: Path, tensors: dict[str, tuple[str, int]]) -> None:
     if name is not None:
         raise ValueError(
             f"{file}: {name} is {tensors[name][0]}, not a float tensor. The checkpoint is quantized already, and its "
-            "config.json says nothing of it; start from the bf16 checkpoint"
+            "config.json names no method that transformers knows; start from the bf16 checkpoint"
         )
 
 

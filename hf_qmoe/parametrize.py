@@ -125,7 +125,8 @@ def parametrize_experts(
         raise TypeError(f"{name} is {weight.dtype}, not a float parameter; is it packed already?")
     if weight.ndim not in (2, 3) or not weight.numel():
         raise ValueError(
-            f"{name} is {tuple(weight.shape)}; a matrix [N, K] or a stack [E, N, K] can be packed, not empty"
+            f"{name} has shape {tuple(weight.shape)}; only a matrix [N, K] or a stack [E, N, K] that is not empty can "
+            "be packed"
         )
     matrices = weight.detach() if weight.ndim == 3 else weight.detach()[None]
     if weight.is_meta:
@@ -204,7 +205,8 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
     if parametrize.is_parametrized(module, name):
         raise TypeError(f"{name} of {type(module).__name__} is parametrized already")
     if not hasattr(module, name):
-        raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+        own = ", ".join(name for name, _ in module.named_parameters(recurse=False))
+        raise AttributeError(f"{type(module).__name__} has no parameter {name!r}; it has {own or 'none'}")
     parameter = getattr(module, name)
     if hasattr(module, "quant_metadata") and not any(True for _ in packed_parametrizations(module)):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightTransform
@@ -108,6 +109,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """True for tensors of packed experts and the weights of bitsandbytes' linears."""
         module, name = get_module_from_name(model, param_name)
+        if isinstance(getattr(module, name, None), DTensor):
+            raise NotImplementedError(
+                "loading a QMoEConfig model in shards (transformers' tensor, expert or fully sharded parallelism) is "
+                "not supported; load it whole on each rank, and shard it then, for example with FSDP2's fully_shard"
+            )
         if isinstance(module, PackedModule):
             # True for stored tensors also turns off the loader's shape check: it would offer to initialise them anew
             # (`ignore_mismatched_sizes`). `refuse_incomplete` checks shapes.

@@ -27,6 +27,8 @@ from hf_qmoe.logging import get_logger
 from hf_qmoe.memory import storage_bytes
 from hf_qmoe.ops.formats import FORMATS
 from hf_qmoe.report import report
+from hf_qmoe.sources.bitsandbytes_4bit import BitsAndBytes4bit
+from hf_qmoe.sources.merge import merged_config, source_of
 
 
 _FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -71,6 +73,9 @@ def inspect_checkpoint(
             raise InspectionError(f"{folder}: its quantization_config does not suit its model: {packed.problem}")
     else:
         packed, model = counter.packed(config or QMoEConfig())
+        refusal = _refusal(saved, config or QMoEConfig()) if isinstance(saved, dict) else None
+        if refusal is not None:
+            packed, model = replace(_labels((config or QMoEConfig()).to_dict()), problem=refusal), None
     bitsandbytes = skeleton.bitsandbytes()
     dtype = str(skeleton.dtype).removeprefix("torch.")
     has_experts = parts.parameters()[ROUTED_EXPERTS] > 0
@@ -87,7 +92,7 @@ def inspect_checkpoint(
         unquantized=counter.size(Size(dtype), plain),
         bitsandbytes=counter.size(Size("bitsandbytes"), bitsandbytes),
         packed=packed,
-        formats=counter.formats(config or QMoEConfig()) if has_experts and method != QUANT_METHOD else [],
+        formats=_formats(counter, config or QMoEConfig(), saved) if has_experts and method != QUANT_METHOD else [],
         report=None if model is None else report(model),
         memory=memory,
     )
@@ -208,6 +213,28 @@ def _method(saved: Any, stored: StoredTensors | None) -> str | None:
         bits = next((bits for bits in ("4bit", "8bit") if saved.get(f"load_in_{bits}")), None)
         return f"{method} {bits}" if bits else method
     return "unknown method, matrices in 8 bit" if stored and stored.eight_bit_matrix else None
+
+
+def _refusal(saved: dict[str, Any], config: QMoEConfig) -> str | None:
+    """Why a checkpoint of another method is not loaded with `config`; `None` if it is."""
+    try:
+        merged_config(saved, config)
+    except ValueError as error:
+        return _one_line(error)
+    return None
+
+
+def _formats(counter: "_Counter", config: QMoEConfig, saved: Any) -> list[Size]:
+    """Sizes in the formats that a load can give: all of them, but for bytes of bitsandbytes, which are kept."""
+    sizes = counter.formats(config)
+    if not isinstance(saved, dict):
+        return sizes
+    if _refusal(saved, QMoEConfig()) is not None:
+        return []
+    if isinstance(source_of(saved), BitsAndBytes4bit):
+        kept = saved.get("bnb_4bit_quant_type", "fp4")
+        return [size for size in sizes if size.quant_type == kept and not size.double_quant]
+    return sizes
 
 
 def _saved_config(folder: Path, saved: Any) -> QMoEConfig:

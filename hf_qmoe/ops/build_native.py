@@ -74,8 +74,10 @@ def build(sanitize: bool = False, output: Path | None = None) -> Path:
     if sys.platform == "win32":
         raise BuildError("the CPU kernels are not built on Windows")
     compiler = find_compiler()
+    if compiler is None and os.environ.get("CXX"):
+        raise BuildError(f"CXX={os.environ['CXX']} is not a command; unset it to try g++, clang++ and c++")
     if compiler is None:
-        raise BuildError("no C++ compiler found: $CXX, g++, clang++ or c++")
+        raise BuildError("no C++ compiler found: g++, clang++ or c++")
     target = output or (SANITIZED_LIBRARY if sanitize else LIBRARY)
     mode = _SANITIZE if sanitize else _OPTIMIZE
     try:

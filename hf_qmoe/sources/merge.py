@@ -29,8 +29,8 @@ def source_of(config: Mapping[str, Any]) -> Source:
         name = "bitsandbytes with load_in_8bit" if config.get("load_in_8bit") else repr(method)
         raise ValueError(
             f"the checkpoint is quantized already: quantization_config.quant_method in its config.json is {name}, "
-            f"which cannot be requantized; {', '.join(sorted(_SOURCES))} (4-bit bitsandbytes) can. Start from the "
-            "bf16 checkpoint"
+            f"which cannot be read here; 4-bit bitsandbytes, fp8, mxfp4 and mxfp8 can be. Start from the bf16 "
+            "checkpoint"
         )
     return _SOURCES[method](config)
 

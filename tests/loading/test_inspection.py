@@ -305,8 +305,17 @@ def test_foreign_methods_are_named(
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": saved}))
     inspection = inspect_checkpoint(folder)
     assert inspection.quantized_by == method
-    assert inspection.packed == inspect_checkpoint(tiny_checkpoints["gpt_oss"]).packed
     assert f"quantized already: {method}" in str(inspection)
+    plain = inspect_checkpoint(tiny_checkpoints["gpt_oss"])
+    if method == "bitsandbytes 8bit":  # no load reads it
+        assert "cannot be read here" in inspection.packed.problem
+        assert inspection.formats == []
+        return
+    assert inspection.packed == plain.packed
+    if method == "bitsandbytes 4bit":  # its bytes are kept
+        assert [(size.quant_type, size.double_quant) for size in inspection.formats] == [("fp4", False)]
+    else:
+        assert inspection.formats == plain.formats
 
 
 def test_bytes_that_nothing_explains(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

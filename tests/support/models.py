@@ -33,7 +33,7 @@ NUM_EXPERTS = 4
 
 
 def tiny_config(family: str, **changes: object) -> PreTrainedConfig:
-    """The "tiny" config of the case list: hidden 64, moe intermediate 96, 4 experts, top-2, 2 layers."""
+    """The tiny config: hidden 64, moe intermediate 96, 4 experts, top-2, 2 layers."""
     fields: dict[str, object] = dict(_SHARED)
     if family == "qwen3_moe":
         cls = Qwen3MoeConfig

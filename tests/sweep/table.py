@@ -34,6 +34,13 @@ has the same bytes.
 """
 
 
+def row(record: Record) -> str:
+    """The table's row for what was found."""
+    result = " ".join(record.result.split()).replace("|", "/")
+    names = (f"`{record.name}`", record.model_type, record.model_class)
+    return f"| {' | '.join((*names, record.level, record.on_disk, record.form, record.lora, result))} |"
+
+
 def lines(title: str, runs: dict[str, Callable[[], list[Record]]]) -> list[str]:
     """A section with one row for each class and model, from what runs by name; a run that fails is a row too."""
     rows = [f"## {title}", "", f"| {' | '.join(_HEADER)} |", f"|{'---|' * len(_HEADER)}"]
@@ -42,10 +49,7 @@ def lines(title: str, runs: dict[str, Callable[[], list[Record]]]) -> list[str]:
             records = run()
         except (Exception, pytest.fail.Exception) as error:  # the second: a stale entry of the tables
             records = [Record(name, form="none", lora="no", result=f"{_FAILED} {error}")]
-        for r in records:
-            result = " ".join(r.result.split()).replace("|", "/")
-            names = (f"`{r.name}`", r.model_type, r.model_class)
-            rows.append(f"| {' | '.join((*names, r.level, r.on_disk, r.form, r.lora, result))} |")
+        rows += map(row, records)
     return [*rows, ""]
 
 

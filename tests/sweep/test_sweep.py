@@ -16,7 +16,7 @@ from tests.sweep import check as checks
 from tests.sweep.check import check, check_nested
 from tests.sweep.overrides import INPUTS, LEFT_FLOAT, NESTED, NO_LORA, OVERRIDES, REFUSED
 from tests.sweep.registry import decorated, every, import_everything, imported, is_decorated, undecorated
-from tests.sweep.table import DOCUMENT, documented
+from tests.sweep.table import DOCUMENT, documented, row
 
 
 #: What is special about each.
@@ -49,8 +49,10 @@ CLASSES = [name if name in FAST else pytest.param(name, marks=slow) for name in 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_class(name: str) -> None:
-    """On each model that holds it: loading, forward, both gradients, saving and reloading."""
-    assert check(every()[name])
+    """On each model that holds it: loading, forward, both gradients, saving and reloading; documented as found."""
+    records = check(every()[name])
+    assert records
+    assert set(map(row, records)) <= set(DOCUMENT.read_text("utf-8").splitlines())
 
 
 @slow

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.folders import INDEX, SINGLE, StoredTensor, read_shard
+from hf_qmoe.sources.tensors import EIGHT_BIT
 
 
 #: Dtypes of quantized weights, in the spelling of safetensors and of torch.
-_EIGHT_BIT = ("F8_", "I8", "U8", "float8", "int8", "uint8")
+_EIGHT_BIT = (*EIGHT_BIT, "float8", "int8", "uint8")
 
 
 def check_files(files: list[str] | None, pre_quantized: bool) -> None:

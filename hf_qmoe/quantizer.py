@@ -27,6 +27,7 @@ from hf_qmoe.conversion import (
     without_quantized_targets,
 )
 from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.guard import left_alone, refuse_leftovers, refuse_nothing, refuse_unplanned
 from hf_qmoe.layout import check_values, follows_experts_interface, stack_names
 from hf_qmoe.linears import replace_linears, restore_linears
 from hf_qmoe.logging import get_logger, warn_once
@@ -41,10 +42,7 @@ from hf_qmoe.selection import (
     experts_modules,
     experts_to_pack,
     is_parametrized_form,
-    left_alone,
     linears_to_skip,
-    refuse_leftovers,
-    refuse_unplanned,
     warn_unused_patterns,
 )
 from hf_qmoe.sources.tensors import CheckpointTensors
@@ -241,6 +239,7 @@ def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: boo
     warn_unused_patterns(model, config)
     chosen = experts_to_pack(model, config)
     skipped_linears = linears_to_skip(model, config)
+    refuse_nothing(model)
     floats = left_alone(model, config, chosen, skipped_linears)
     refuse_leftovers(model, config, floats)
     compute_dtype = resolve_compute_dtype(model, config)
@@ -393,6 +392,7 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     compute_dtype = resolve_compute_dtype(model, config)
     skipped_linears = linears_to_skip(model, config)
     chosen = experts_to_pack(model, config)
+    refuse_nothing(model)
     refuse_leftovers(model, config, left_alone(model, config, chosen, skipped_linears))
     conversions = getattr(model, "_weight_conversions", None)
     setattr(model, _FLOAT_CONVERSIONS, conversions)

@@ -1,7 +1,6 @@
 """Which modules a config packs, replaces or leaves alone. No arithmetic, no weights."""
 
 import re
-from collections.abc import Container, Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +12,7 @@ from hf_qmoe.layout import can_pack, float_stack_shapes, follows_experts_interfa
 from hf_qmoe.logging import get_logger
 from hf_qmoe.naming import first_match
 from hf_qmoe.source_code import weight_is_read
-from hf_qmoe.structure import LARGE, ROUTER, expert_counts, expert_lists, leftovers, looks_like_experts
+from hf_qmoe.structure import ROUTER, expert_counts, expert_lists, looks_like_experts
 
 
 logger = get_logger(__name__)
@@ -50,7 +49,7 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
 
     Raises:
         ValueError: the model has experts that cannot be packed and were not left out by ``modules_to_not_convert``,
-            it says that it has experts but none was found, or an override matches nothing.
+            or an override matches nothing.
     """
     found = experts_modules(model, config.experts_module)
     overrides = config.experts_overrides or {}
@@ -72,7 +71,6 @@ def experts_to_pack(model: PreTrainedModel, config: QMoEConfig) -> dict[str, str
                 f"{name} stays unquantized: no block size that {quant_type} supports divides its experts "
                 f"{list(float_stack_shapes(module).values())}"
             )
-    refuse_nothing(model, config)
     if not found and not config.quantize_linears and not any(True for _ in expert_lists(model)):
         raise ValueError(
             f"{type(model).__name__} has no experts and quantize_linears=False: there is nothing to quantize"
@@ -86,73 +84,6 @@ def _check_overrides(overrides: dict[str, str], found: dict[str, nn.Module]) -> 
             raise ValueError(
                 f"experts_overrides pattern {pattern!r} matches no experts module; the model has {sorted(found)}"
             )
-
-
-def left_alone(
-    model: PreTrainedModel, config: QMoEConfig, chosen: Iterable[str], skipped_linears: Iterable[str]
-) -> set[str]:
-    """Names of the routed experts that a load would leave in full precision.
-
-    Args:
-        chosen: names of the experts modules that are packed.
-        skipped_linears: names of the linears that are not quantized.
-    """
-    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    quantized = linears.difference(skipped_linears) if config.quantize_linears else set()
-    return {found.name for found in leftovers(model)}.difference(chosen, quantized)
-
-
-def refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, names: Container[str]) -> None:
-    """Raises where routed experts would stay in full precision in silence.
-
-    Args:
-        names: those of `left_alone`.
-
-    Raises:
-        ValueError: names the modules, their bytes, and the setting that would allow it.
-    """
-    warned_of = experts_modules(model, config.experts_module)  # no block size fits them, if they are not left out
-    left = [
-        found
-        for found in leftovers(model)
-        if found.name in names
-        and found.name not in warned_of
-        and first_match(found.name, config.skip_patterns) is None
-    ]
-    total = sum(p.nbytes for p in model.parameters())
-    nbytes = sum(found.nbytes for found in left)
-    if any(found.certain for found in left) or nbytes >= LARGE * total > 0:
-        listed = ", ".join(f"{found.name} ({found.kind}, {found.nbytes:,} bytes)" for found in left[:8])
-        raise ValueError(
-            f"{type(model).__name__}: routed experts would stay in full precision, {nbytes / total:.0%} of its bytes: "
-            f"{listed}{', ...' if len(left) > 8 else ''}. experts_module='auto' packs stacks of any layout, "
-            "quantize_linears=True quantizes experts made of linears (but for those that the model keeps in float32 "
-            f"or whose in_features is no multiple of {LINEAR_BLOCKSIZE}); to accept full precision, list the modules "
-            "in `modules_to_not_convert`."
-        )
-
-
-def refuse_unplanned(model: PreTrainedModel, planned: Container[str]) -> None:
-    """Raises `ValueError` if a loaded model has experts in full precision other than those `planned`."""
-    left = [found for found in leftovers(model) if found.name not in planned]
-    if left:
-        listed = ", ".join(f"{found.name} ({found.kind}, {found.nbytes:,} bytes)" for found in left[:8])
-        raise ValueError(
-            f"{type(model).__name__}: routed experts are in full precision after loading, which nobody has asked for: "
-            f"{listed}. This is a bug in hf_qmoe or in the model's loading code; please report it"
-        )
-
-
-def refuse_nothing(model: PreTrainedModel, config: QMoEConfig) -> None:
-    """Raises `ValueError` if the model says that it has experts, and none is found in any form."""
-    declared = expert_counts(model, shared=False)
-    if declared and not any(True for _ in leftovers(model)):
-        looked_at = sorted({type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))})
-        raise ValueError(
-            f"{type(model).__name__} declares experts ({declared}) but has no module that looks like them; nothing "
-            f"would be packed. Modules with parameters looked at: {', '.join(looked_at)}. "
-            "If all its layers are dense on purpose, load it with transformers' BitsAndBytesConfig"
-        )
 
 
 def linears_to_skip(model: PreTrainedModel, config: QMoEConfig) -> list[str]:

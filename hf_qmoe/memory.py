@@ -4,9 +4,9 @@ transformers counts ``numel()`` of each parameter, which for packed bytes is nei
 scales outside of parameters and buffers altogether.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
-from weakref import ref
 
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
@@ -55,58 +55,55 @@ def quant_state_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (value for value in candidates if isinstance(value, Tensor))
 
 
-def storage_bytes(model: nn.Module, include_buffers: bool = True) -> int:
-    """Bytes of all tensors that `model` holds, each counted once: parameters, scales and (optionally) buffers."""
+def storage_bytes(model: nn.Module, return_buffers: bool = True) -> int:
+    """Bytes of all tensors that `model` holds, each counted once: parameters, scales and (optionally) buffers.
+
+    The argument is that of ``PreTrainedModel.get_memory_footprint``.
+    """
     tensors: list[Tensor] = [*model.parameters(), *quant_state_tensors(model)]
-    if include_buffers:
+    if return_buffers:
         tensors += model.buffers()
     return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values())
 
 
-class _Counter:
-    """A function of a model, set as an attribute on it: follows copies and pickles, and keeps no reference cycle."""
+#: Attribute of models whose methods count packed weights.
+_COUNTED = "_qmoe_counted"
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = ref(model)
+#: Where a wrapped method keeps transformers' own.
+_ORIGINAL = "_qmoe_original"
 
-    @property
-    def model(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this method was deleted")
-        return model
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.model,)
+_METHODS: dict[str, Callable[..., int]] = {"num_parameters": num_parameters, "get_memory_footprint": storage_bytes}
 
 
-class _NumParameters(_Counter):
-    """`num_parameters` of a loaded model."""
+def install_counters() -> None:
+    """Lets ``num_parameters()`` and ``get_memory_footprint()`` of `PreTrainedModel` know packed models.
 
-    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        return num_parameters(self.model, only_trainable, exclude_embeddings)
+    The methods of the class are wrapped: an attribute of each model would have to refer to it, and keep it alive or
+    fail where nothing else does. Doing it again, also after a reload of this package, wraps transformers' own once.
+    """
+    for name, counter in _METHODS.items():
+        current = getattr(PreTrainedModel, name)
+        original = getattr(current, _ORIGINAL, current)
+        wrapped = wraps(original)(_counting(original, counter))
+        setattr(wrapped, _ORIGINAL, original)
+        setattr(PreTrainedModel, name, wrapped)
 
 
-class _MemoryFootprint(_Counter):
-    """`get_memory_footprint` of a loaded model, in bytes."""
+def _counting(original: Callable[..., int], counter: Callable[..., int]) -> Callable[..., int]:
+    def count(self: PreTrainedModel, *args: Any, **kwargs: Any) -> int:
+        return (counter if _COUNTED in self.__dict__ else original)(self, *args, **kwargs)
 
-    def __call__(self, return_buffers: bool = True) -> int:
-        return storage_bytes(self.model, return_buffers)
-
-
-_METHODS = {"num_parameters": _NumParameters, "get_memory_footprint": _MemoryFootprint}
+    return count
 
 
 def attach_counters(model: PreTrainedModel) -> None:
     """Makes ``num_parameters()`` and ``get_memory_footprint()`` of `model` and its parts true of packed weights."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            for name, counter in _METHODS.items():
-                setattr(module, name, counter(module))
+            module.__dict__[_COUNTED] = True
 
 
 def detach_counters(model: PreTrainedModel) -> None:
     """Undoes `attach_counters`."""
     for module in model.modules():
-        for name in _METHODS:
-            module.__dict__.pop(name, None)
+        module.__dict__.pop(_COUNTED, None)

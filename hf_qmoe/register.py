@@ -8,6 +8,7 @@ from transformers.quantizers import auto
 from hf_qmoe import enabling
 from hf_qmoe.config import QUANT_METHOD, QMoEConfig
 from hf_qmoe.lora import hooks
+from hf_qmoe.memory import install_counters
 from hf_qmoe.quantizer import HintingBnb4BitHfQuantizer, QMoEHfQuantizer
 
 
@@ -15,7 +16,7 @@ _ORIGINAL = "_qmoe_original"
 
 
 def register() -> None:
-    """Puts `QMoEConfig` and its quantizer into transformers' registries, and wraps the methods PEFT needs wrapped.
+    """Puts `QMoEConfig` and its quantizer into transformers' registries, and wraps methods of transformers and PEFT.
 
     Raises:
         ImportError: another package has registered a method of the same name.
@@ -26,6 +27,7 @@ def register() -> None:
     if current.__name__ in ("Bnb4BitHfQuantizer", HintingBnb4BitHfQuantizer.__name__):
         auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = HintingBnb4BitHfQuantizer
     _read_foreign_checkpoints()
+    install_counters()
     hooks.install()
 
 

@@ -1,5 +1,7 @@
 """What a loaded model says about itself: bytes, parameters, flags."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -184,3 +186,32 @@ def test_another_head(family: str, tiny_checkpoints: dict[str, Path], tmp_path: 
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
+def test_counting_neither_keeps_a_model_alive_nor_needs_it_kept(tiny_checkpoints: dict[str, Path]) -> None:
+    """In one expression with the load; and a deleted model is freed at once, without a garbage collection."""
+    path = tiny_checkpoints["qwen3_moe"]
+    expected = load(path).num_parameters()
+    assert load(path, QMoEConfig()).num_parameters() == expected
+    assert load(path, QMoEConfig()).get_memory_footprint() < load(path).get_memory_footprint()
+    gc.collect()
+    gc.disable()
+    try:
+        model = load(path, QMoEConfig())
+        parameter = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
+        assert model.num_parameters() == expected
+        del model
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+def test_reload_wraps_once() -> None:
+    from transformers import PreTrainedModel
+
+    from hf_qmoe.memory import install_counters
+
+    original = PreTrainedModel.num_parameters._qmoe_original
+    install_counters()
+    assert PreTrainedModel.num_parameters._qmoe_original is original
+    assert not hasattr(original, "_qmoe_original")

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,9 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_for_users(error: Exception) -> bool:
     """Whether the message of `error` is all that a user needs; others are bugs, and their traceback is of use."""
     from hf_qmoe.folders import CheckpointError
-    from hf_qmoe.inspection import InspectionError
 
-    return isinstance(error, CheckpointError | InspectionError | OSError)
+    return isinstance(error, CheckpointError | OSError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +84,16 @@ def _memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _progress(arguments: argparse.Namespace) -> Callable[[int, int, str], None]:
+    """Prints a line for each shard, unless the user wants quiet."""
+
+    def show(number: int, count: int, name: str) -> None:
+        if not arguments.quiet:
+            print(f"[{number}/{count}] {name}", file=sys.stderr)
+
+    return show
+
+
 def _add_merge(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subcommands.add_parser(
         "merge",
@@ -104,12 +113,8 @@ def _merge(arguments: argparse.Namespace) -> None:
     from hf_qmoe.lora.merge_checkpoint import merge_checkpoint
     from hf_qmoe.report import size_text
 
-    def show(number: int, count: int, name: str) -> None:
-        if not arguments.quiet:
-            print(f"[{number}/{count}] {name}", file=sys.stderr)
-
     report = merge_checkpoint(
-        arguments.base, arguments.adapter, arguments.out, overwrite=arguments.overwrite, on_shard=show
+        arguments.base, arguments.adapter, arguments.out, overwrite=arguments.overwrite, on_shard=_progress(arguments)
     )
     print(
         f"merged {report.merged_tensors:,} of {report.total_tensors:,} tensors ({report.parameters:,} adapted "
@@ -137,12 +142,8 @@ def _export(arguments: argparse.Namespace) -> None:
     from hf_qmoe.export.checkpoint import export_checkpoint
     from hf_qmoe.report import size_text
 
-    def show(number: int, count: int, name: str) -> None:
-        if not arguments.quiet:
-            print(f"[{number}/{count}] {name}", file=sys.stderr)
-
     report = export_checkpoint(
-        arguments.source, arguments.out, arguments.layout, overwrite=arguments.overwrite, on_shard=show
+        arguments.source, arguments.out, arguments.layout, overwrite=arguments.overwrite, on_shard=_progress(arguments)
     )
     for note in report.notes:
         if not arguments.quiet:

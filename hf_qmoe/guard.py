@@ -14,36 +14,31 @@ from hf_qmoe.selection import LINEAR_BLOCKSIZE, experts_modules
 from hf_qmoe.structure import LARGE, Leftover, expert_counts, leftovers
 
 
-def left_alone(
+def refuse_leftovers(
     model: PreTrainedModel, config: QMoEConfig, chosen: Iterable[str], skipped_linears: Iterable[str]
 ) -> set[str]:
-    """Names of the routed experts that a load would leave in full precision.
+    """Raises where routed experts would stay in full precision in silence.
 
     Args:
         chosen: names of the experts modules that are packed.
         skipped_linears: names of the linears that are not quantized.
-    """
-    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    quantized = linears.difference(skipped_linears) if config.quantize_linears else set()
-    return {found.name for found in leftovers(model)}.difference(chosen, quantized)
 
-
-def refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, names: Container[str]) -> None:
-    """Raises where routed experts would stay in full precision in silence.
-
-    Args:
-        names: those of `left_alone`.
+    Returns:
+        names of the routed experts that are left in full precision, as asked for or with a warning.
 
     Raises:
-        ValueError: names the modules, their bytes, and the setting that would allow it.
+        ValueError: names the modules, their bytes, and the setting that would allow it; or the model says that it has
+            experts, and none is found in any form.
     """
+    experts = list(leftovers(model))
+    _refuse_nothing(model, experts)
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    quantized = linears.difference(skipped_linears) if config.quantize_linears else set()
+    floats = {found.name for found in experts}.difference(chosen, quantized)
     warned_of = experts_modules(model, config.experts_module)  # no block size fits them, if they are not left out
+    unwarned = floats.difference(warned_of)
     left = [
-        found
-        for found in leftovers(model)
-        if found.name in names
-        and found.name not in warned_of
-        and first_match(found.name, config.skip_patterns) is None
+        found for found in experts if found.name in unwarned and first_match(found.name, config.skip_patterns) is None
     ]
     total = sum(p.nbytes for p in model.parameters())
     nbytes = sum(found.nbytes for found in left)
@@ -55,6 +50,7 @@ def refuse_leftovers(model: PreTrainedModel, config: QMoEConfig, names: Containe
             f"or whose in_features is no multiple of {LINEAR_BLOCKSIZE}); to accept full precision, list the modules "
             "in `modules_to_not_convert`."
         )
+    return floats
 
 
 def refuse_unplanned(model: PreTrainedModel, planned: Container[str]) -> None:
@@ -67,10 +63,9 @@ def refuse_unplanned(model: PreTrainedModel, planned: Container[str]) -> None:
         )
 
 
-def refuse_nothing(model: PreTrainedModel) -> None:
-    """Raises `ValueError` if the model says that it has experts, and none is found in any form."""
+def _refuse_nothing(model: PreTrainedModel, experts: list[Leftover]) -> None:
     declared = expert_counts(model, shared=False)
-    if declared and not any(True for _ in leftovers(model)):
+    if declared and not experts:
         looked_at = sorted({type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))})
         raise ValueError(
             f"{type(model).__name__} declares experts ({declared}) but has no module that looks like them; nothing "

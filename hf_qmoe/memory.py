@@ -5,7 +5,7 @@ scales outside of parameters and buffers altogether.
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from bitsandbytes.nn import Linear4bit
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.packed_module import SUFFIXES
 from hf_qmoe.parametrize import packed_parametrizations
+from hf_qmoe.wrapping import wrap
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -69,9 +70,6 @@ def storage_bytes(model: nn.Module, return_buffers: bool = True) -> int:
 #: Attribute of models whose methods count packed weights.
 _COUNTED = "_qmoe_counted"
 
-#: Where a wrapped method keeps transformers' own.
-_ORIGINAL = "_qmoe_original"
-
 _METHODS: dict[str, Callable[..., int]] = {"num_parameters": num_parameters, "get_memory_footprint": storage_bytes}
 
 
@@ -79,17 +77,13 @@ def install_counters() -> None:
     """Lets ``num_parameters()`` and ``get_memory_footprint()`` of `PreTrainedModel` know packed models.
 
     The methods of the class are wrapped: an attribute of each model would have to refer to it, and keep it alive or
-    fail where nothing else does. Doing it again, also after a reload of this package, wraps transformers' own once.
+    fail where nothing else does.
     """
     for name, counter in _METHODS.items():
-        current = getattr(PreTrainedModel, name)
-        original = getattr(current, _ORIGINAL, current)
-        wrapped = wraps(original)(_counting(original, counter))
-        setattr(wrapped, _ORIGINAL, original)
-        setattr(PreTrainedModel, name, wrapped)
+        wrap(PreTrainedModel, name, partial(_counting, counter))
 
 
-def _counting(original: Callable[..., int], counter: Callable[..., int]) -> Callable[..., int]:
+def _counting(counter: Callable[..., int], original: Callable[..., int]) -> Callable[..., int]:
     def count(self: PreTrainedModel, *args: Any, **kwargs: Any) -> int:
         return (counter if _COUNTED in self.__dict__ else original)(self, *args, **kwargs)
 

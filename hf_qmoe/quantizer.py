@@ -27,7 +27,7 @@ from hf_qmoe.conversion import (
     without_quantized_targets,
 )
 from hf_qmoe.experts import ExpertsNbit
-from hf_qmoe.guard import left_alone, refuse_leftovers, refuse_nothing, refuse_unplanned
+from hf_qmoe.guard import refuse_leftovers, refuse_unplanned
 from hf_qmoe.layout import check_values, follows_experts_interface, stack_names
 from hf_qmoe.linears import replace_linears, restore_linears
 from hf_qmoe.logging import get_logger, warn_once
@@ -234,14 +234,12 @@ def prepare_model(model: PreTrainedModel, config: QMoEConfig, pre_quantized: boo
     """Replaces modules of a model on the meta device by their packed forms, for a loader to fill.
 
     Returns:
-        names of the experts that stay in full precision (`left_alone`).
+        names of the experts that stay in full precision.
     """
     warn_unused_patterns(model, config)
     chosen = experts_to_pack(model, config)
     skipped_linears = linears_to_skip(model, config)
-    refuse_nothing(model)
-    floats = left_alone(model, config, chosen, skipped_linears)
-    refuse_leftovers(model, config, floats)
+    floats = refuse_leftovers(model, config, chosen, skipped_linears)
     compute_dtype = resolve_compute_dtype(model, config)
     with torch.device("meta"):
         for name, quant_type in chosen.items():
@@ -392,8 +390,7 @@ def quantize_experts(model: PreTrainedModel, config: QMoEConfig | None = None) -
     compute_dtype = resolve_compute_dtype(model, config)
     skipped_linears = linears_to_skip(model, config)
     chosen = experts_to_pack(model, config)
-    refuse_nothing(model)
-    refuse_leftovers(model, config, left_alone(model, config, chosen, skipped_linears))
+    refuse_leftovers(model, config, chosen, skipped_linears)
     conversions = getattr(model, "_weight_conversions", None)
     setattr(model, _FLOAT_CONVERSIONS, conversions)
     for name, quant_type in chosen.items():  # all checks before the first change

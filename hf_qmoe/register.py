@@ -1,6 +1,6 @@
 """Telling transformers and PEFT about the method. Importing `hf_qmoe` does this once; doing it again is harmless."""
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from transformers.quantizers import auto
@@ -10,9 +10,7 @@ from hf_qmoe.config import QUANT_METHOD, QMoEConfig
 from hf_qmoe.lora import hooks
 from hf_qmoe.memory import install_counters
 from hf_qmoe.quantizer import HintingBnb4BitHfQuantizer, QMoEHfQuantizer
-
-
-_ORIGINAL = "_qmoe_original"
+from hf_qmoe.wrapping import wrap
 
 
 def register() -> None:
@@ -26,23 +24,19 @@ def register() -> None:
     current = auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
     if current.__name__ in ("Bnb4BitHfQuantizer", HintingBnb4BitHfQuantizer.__name__):
         auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = HintingBnb4BitHfQuantizer
-    _read_foreign_checkpoints()
+    wrap(auto.AutoHfQuantizer, "merge_quantization_configs", _read_foreign_checkpoints)
     install_counters()
     hooks.install()
 
 
-def _read_foreign_checkpoints() -> None:
+def _read_foreign_checkpoints(original: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a `QMoEConfig` be passed for a checkpoint that another method has quantized."""
-    current = auto.AutoHfQuantizer.merge_quantization_configs.__func__
-    original = getattr(current, _ORIGINAL, current)
 
-    @wraps(original)
     def merge_quantization_configs(cls: type, stored: Any, wanted: Any) -> Any:
         ours, config = enabling.merge(stored, wanted)
         return config if ours else original(cls, stored, config)
 
-    setattr(merge_quantization_configs, _ORIGINAL, original)
-    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)
+    return merge_quantization_configs
 
 
 def _put(registry: dict[str, Any], name: str, cls: type) -> None:

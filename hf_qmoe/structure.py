@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -108,20 +109,19 @@ def leftovers(model: PreTrainedModel) -> Iterator[Leftover]:
     is a list of them); stacks with as many entries as there are experts, whatever they are called.
     """
     counts = set(expert_counts(model).values())
-    called_experts = [
+    called_experts = {
         path
         for path, module in model.named_modules()
         if _is_called_experts(path, module) and "shared" not in path.lower() and not follows_experts_interface(module)
-    ]
-    listed = [f"{path}.{name}" for path, experts in expert_lists(model) for name in experts]
+    }
+    listed = {f"{path}.{name}" for path, experts in expert_lists(model) for name in experts}
     routed = set(expert_counts(model, shared=False).values())
     for path, module in model.named_modules():
         kind = type(module).__name__
         floats = {n: p for n, p in module.named_parameters(recurse=False) if p.is_floating_point()}
         matrices = {n: p for n, p in floats.items() if p.ndim >= 2 and "bias" not in n}
-        is_linear = isinstance(module, nn.Linear | nn.Bilinear)
-        holders = listed if is_linear else called_experts
-        inside = any(path == holder or path.startswith(f"{holder}.") for holder in holders)
+        around = {*accumulate(path.split("."), "{}.{}".format)}  # the module's path and those of all it lies in
+        inside = not around.isdisjoint(listed if isinstance(module, nn.Linear | nn.Bilinear) else called_experts)
         names: tuple[str, ...] = ()
         if follows_experts_interface(module):
             names = stack_names(bool(module.has_gate))

@@ -16,18 +16,19 @@ from hf_qmoe.packed_module import SUFFIXES, PackedModule
 
 def tie_scales(model: PreTrainedModel) -> None:
     """Adds the scales of tied packed parameters to what transformers ties, and ties them."""
-    pairs = {
+    tied = list(_tied_stacks(model))
+    if not tied:
+        return
+    model.all_tied_weights_keys |= {
         target + suffix: source + suffix
-        for target, source, module, name in _tied_stacks(model)
+        for target, source, module, name in tied
         for suffix in SUFFIXES.values()
         if suffix and getattr(module, name + suffix, None) is not None
     }
-    if any(True for _ in _tied_stacks(model)):
-        model.all_tied_weights_keys |= pairs
-        descriptions = [f"{target.rpartition('.')[0]}.quant_metadata" for target, *_ in _tied_stacks(model)]
-        ignored = model._keys_to_ignore_on_load_missing or []
-        model._keys_to_ignore_on_load_missing = [*ignored, *map(re.escape, dict.fromkeys(descriptions))]
-        model.tie_weights(recompute_mapping=False)
+    descriptions = dict.fromkeys(f"{target.rpartition('.')[0]}.quant_metadata" for target, *_ in tied)
+    ignored = model._keys_to_ignore_on_load_missing or []
+    model._keys_to_ignore_on_load_missing = [*ignored, *map(re.escape, descriptions)]
+    model.tie_weights(recompute_mapping=False)
 
 
 def describe_tied(model: PreTrainedModel) -> None:

@@ -4,7 +4,6 @@ Stored bytes come from the headers of the safetensors files; all other sizes are
 (`hf_qmoe.inspection.skeleton`) by the functions that count loaded ones. They are exact, not estimates.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_qmoe import selection
 from hf_qmoe.checkpoint import StoredTensors, read_headers
 from hf_qmoe.config import QUANT_METHOD, QMoEConfig
+from hf_qmoe.folders import read_json
 from hf_qmoe.inspection.parts import PARTS, ROUTED_EXPERTS, UNUSED, ModelParts
 from hf_qmoe.inspection.result import Inspection, InspectionError, PartSize, Size
 from hf_qmoe.inspection.skeleton import Skeleton
@@ -197,13 +197,7 @@ def _config_fields(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InspectionError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InspectionError(f"{file} does not hold a JSON object")
-    return fields
+    return read_json(file)
 
 
 def _method(saved: Any, stored: StoredTensors | None) -> str | None:

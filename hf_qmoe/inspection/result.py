@@ -6,12 +6,13 @@ from typing import Any
 
 from hf_qmoe.checkpoint import StoredTensors
 from hf_qmoe.config import QUANT_METHOD
+from hf_qmoe.folders import CheckpointError
 from hf_qmoe.inspection.parts import ROUTED_EXPERTS
 from hf_qmoe.report import Report, Serializable, size_text, text_table
 
 
-class InspectionError(ValueError):
-    """A folder that cannot be inspected; the message is one line for a user."""
+#: A folder that cannot be inspected; the message is one line for a user.
+InspectionError = CheckpointError
 
 
 @dataclass(frozen=True)

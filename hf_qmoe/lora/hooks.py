@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -30,23 +29,17 @@ from hf_qmoe.lora.packed import has_packed, packed_names, packed_parameter, with
 from hf_qmoe.lora.rollback import unchanged_on_error
 from hf_qmoe.lora.weighted import allow_stacks, combine, skip_stacks
 from hf_qmoe.lora.wrapper import ParamWrapper
+from hf_qmoe.wrapping import wrap
 
 
-_ORIGINAL = "_qmoe_original"
 _PATTERN_WARNING = re.compile(r"The following (rank|alpha)_pattern keys did not match any targeted module")
 
 
 def install() -> None:
-    """Wraps PEFT's methods. Doing it again, also after a reload of this package, wraps PEFT's own once."""
+    """Wraps PEFT's methods, once however often it is called."""
     for owner, hooks in HOOKED:
         for name, hook in hooks.items():
-            current = vars(owner).get(name) or getattr(owner, name)
-            kind = type(current) if isinstance(current, staticmethod | classmethod) else None
-            function = current.__func__ if kind else current
-            original = getattr(function, _ORIGINAL, function)
-            wrapped = wraps(original)(hook(original))
-            setattr(wrapped, _ORIGINAL, original)
-            setattr(owner, name, kind(wrapped) if kind else wrapped)
+            wrap(owner, name, hook)
 
 
 def _inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.case import Case, Result, Row, require_equal
 from benchmarks.memory import fresh_process
 from benchmarks.timing import milliseconds, time_row
-from hf_qmoe.ops import cpu, native
+from hf_qmoe.ops import cpu, native, native_library
 from hf_qmoe.ops.formats import codebook, get_format
 
 
@@ -59,15 +59,15 @@ DEQUANTIZE = {"bitsandbytes": cpu.dequantize_into, "native": native.dequantize_i
 
 def measure(size: Size) -> Result:
     """Measures both arms for each format and dtype; run it in a fresh process."""
-    if not native.available():
-        raise RuntimeError(f"nothing to measure: {native.why_not()}")
+    if not native_library.available():
+        raise RuntimeError(f"nothing to measure: {native_library.why_not()}")
     torch.set_num_threads(size.threads)
     rows: list[Row] = []
     outputs: dict[str, dict[str, Any]] = {arm: {} for arm in QUANTIZE}
     for quant_type, dtype in product(size.quant_types, size.dtypes):
         weight = torch.randn(size.shape, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
         config = {"N": size.shape[0], "K": size.shape[1], "quant_type": quant_type, "blocksize": size.blocksize}
-        config |= {"dtype": str(dtype).removeprefix("torch."), "instruction_set": native.instruction_set()}
+        config |= {"dtype": str(dtype).removeprefix("torch."), "instruction_set": native_library.instruction_set()}
 
         packing = {arm: partial(quantize, weight, quant_type, size.blocksize) for arm, quantize in QUANTIZE.items()}
         rows += _times(packing, "quantize", config, size.rounds["quantize"])

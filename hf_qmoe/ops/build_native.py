@@ -27,6 +27,8 @@ SANITIZED_LIBRARY = _HERE / "_native_sanitize.so"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi")
+# By the end of a source file's name. Files with another end are compiled for any processor.
+_X86_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
 # Results are to be the same for every instruction set: a product and a sum are fused where the source says so only.
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -44,7 +46,7 @@ class BuildError(RuntimeError):
 
 def source_digest() -> str:
     """Identifies the sources and flags of a library, so that one built from others is not used."""
-    digest = hashlib.sha256(repr((_FLAGS, _AVX2, _AVX512)).encode())
+    digest = hashlib.sha256(repr((_FLAGS, _X86_FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()) if SOURCES.is_dir() else ():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -89,22 +91,25 @@ def build(sanitize: bool = False, output: Path | None = None) -> Path:
 
 def _units() -> list[tuple[str, tuple[str, ...]]]:
     """Source files and their own flags."""
-    digest = f'-DHF_QMOE_SOURCE_DIGEST="{source_digest()}"'
-    units: list[tuple[str, tuple[str, ...]]] = [("dequantize_generic", ()), ("quantize_generic", ())]
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return [*units, ("dispatch", (digest,))]
-    for kernel in ("dequantize", "quantize"):
-        units += [(f"{kernel}_avx2", _AVX2), (f"{kernel}_avx512", _AVX512)]
-    return [*units, ("dispatch", (digest, "-DHF_QMOE_X86"))]
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    units: list[tuple[str, tuple[str, ...]]] = []
+    for name in sorted(path.stem for path in SOURCES.glob("*.cpp")):
+        instruction_set = name.rpartition("_")[2]
+        if instruction_set not in _X86_FLAGS:
+            units.append((name, ()))
+        elif is_x86:
+            units.append((name, _X86_FLAGS[instruction_set]))
+    return units
 
 
 def _compile(command: list[str], target: Path) -> None:
+    defines = [f'-DHF_QMOE_SOURCE_DIGEST="{source_digest()}"']
     # Linked beside its destination and moved over it: a process that has the old library open keeps it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-build-") as folder:
         objects = []
         for name, flags in _units():
             objects.append(f"{folder}/{name}.o")
-            _run([*command, *_FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
+            _run([*command, *_FLAGS, *defines, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
         linked = Path(folder) / target.name
         _run([*command, "-shared", *objects, "-o", str(linked)])
         os.replace(linked, target)

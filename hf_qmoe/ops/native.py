@@ -1,23 +1,11 @@
-"""The package's own CPU kernels: pack and unpack, with the bits of bitsandbytes and several times its speed.
+"""Packing and unpacking on the CPU by the package's own kernels: the bits of bitsandbytes, several times its speed.
 
-The library is compiled from ``csrc`` when the package is installed, if there is a compiler, and loaded at the first
-use. Where it is missing, or its results are not those of the installed bitsandbytes (another version may round
-differently), the functions here decline and the caller goes on with bitsandbytes.
-
-Environment variables, read at the first use:
-
-``HF_QMOE_CPU_KERNELS``
-    ``auto`` (default): the best instruction set of the processor. ``avx512`` (F, BW, DQ, VL and VBMI), ``avx2``
-    (with FMA and F16C) or ``generic``: that one, or an error if it cannot be had. ``off``: bitsandbytes only.
-    Packed bytes and unpacked values are the same whatever is chosen.
-``HF_QMOE_NATIVE_LIBRARY``
-    Path of a library to load instead of the installed one, e.g. one with sanitizers.
+Where there is no library (`hf_qmoe.ops.native_library`), or its results are not those of the installed bitsandbytes
+(another version may round differently), the functions here decline and the caller goes on with bitsandbytes.
 """
 
 import ctypes
-import os
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import bitsandbytes.functional as bnb_functional
@@ -26,12 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_qmoe.logging import get_logger
+from hf_qmoe.ops.native_library import load
 
 
 logger = get_logger(__name__)
-
-INSTRUCTION_SETS = ("avx512", "avx2", "generic")
-_MODES = ("auto", *INSTRUCTION_SETS, "off")
 
 _BITS = {"nf4": 4, "fp4": 4, "int8": 8, "fp8": 8}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,57 +25,6 @@ _NOT_FINITE = 1
 
 # From this block size on bitsandbytes unpacks with torch, which keeps subnormal values in bfloat16.
 _FLUSH_BELOW_BLOCKSIZE = 2048
-
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_ARGUMENTS = {
-    "hf_qmoe_dequantize": (_POINTER, _INT, *(_POINTER,) * 3, _INT, _INT64, _INT64, _INT, _INT),
-    "hf_qmoe_quantize_4bit": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT),
-    "hf_qmoe_quantize_8bit": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT64, _INT64, _INT),
-    "hf_qmoe_select": (ctypes.c_char_p,),
-}
-
-
-class _Loaded(NamedTuple):
-    """The library, or the reason why there is none, and whether to unpack with it."""
-
-    library: ctypes.CDLL | None = None
-    reason: str | None = None
-    unpacks: bool = False
-
-
-def available() -> bool:
-    """Whether the kernels are there and not switched off.
-
-    Raises:
-        ValueError: ``HF_QMOE_CPU_KERNELS`` is none of the values above, or an instruction set this processor lacks.
-        RuntimeError: it names an instruction set, but there is no library.
-    """
-    return _load().library is not None
-
-
-def why_not() -> str | None:
-    """Why the kernels are not available, for the user; `None` if they are. Raises as `available` does."""
-    return _load().reason
-
-
-def instruction_set() -> str | None:
-    """The instruction set in use, one of `INSTRUCTION_SETS`; `None` if the kernels are not available."""
-    library = _load().library
-    return None if library is None else library.hf_qmoe_instruction_set().decode()
-
-
-def use_instruction_set(name: str | None) -> None:
-    """Switches all threads to another instruction set, `None` for the best; tests and benchmarks compare them.
-
-    Raises:
-        ValueError: this processor does not have it.
-        RuntimeError: the kernels are not available.
-    """
-    library = _load().library
-    if library is None:
-        raise RuntimeError(f"the native CPU kernels are not available: {why_not()}")
-    if not library.hf_qmoe_select(None if name is None else name.encode()):
-        raise ValueError(f"this processor cannot run the CPU kernels for {name!r}; choose one of {INSTRUCTION_SETS}")
 
 
 def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str, blocksize: int) -> bool:
@@ -113,7 +48,7 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
     if not all(_has_memory(tensor) for tensor in (out, packed, absmax)):
         return False
     _check_sizes(out, packed, absmax, bits, blocksize)
-    library, _, unpacks = _load()
+    library, _, unpacks = load()
     unpacking = _unpacking(quant_type, out.dtype) if unpacks else None
     if library is None or unpacking is None:
         return False
@@ -145,7 +80,7 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
         return None
     if bits == 4 and (weight.numel() % blocksize or blocksize % 2 or weight.shape[-1] % 2):
         return None
-    library = _load().library
+    library = load().library
     tables = None if library is None else _packing(quant_type)
     if library is None or tables is None:
         return None
@@ -172,50 +107,6 @@ def _check_sizes(out: Tensor, packed: Tensor, absmax: Tensor, bits: int, blocksi
             f"absmax must be float32, one per {blocksize} of {weights} weights, "
             f"got {absmax.dtype} {tuple(absmax.shape)}"
         )
-
-
-@cache
-def _load() -> _Loaded:
-    mode = os.environ.get("HF_QMOE_CPU_KERNELS") or "auto"
-    if mode not in _MODES:
-        raise ValueError(f"HF_QMOE_CPU_KERNELS={mode!r} is unknown; choose one of {', '.join(_MODES)}")
-    if mode == "off":
-        return _Loaded(reason="HF_QMOE_CPU_KERNELS=off")
-    library, reason = _open(os.environ.get("HF_QMOE_NATIVE_LIBRARY"))
-    if library is None:
-        if mode != "auto":
-            raise RuntimeError(f"HF_QMOE_CPU_KERNELS={mode} asks for the native CPU kernels, but {reason}")
-        logger.info(f"CPU kernels: those of bitsandbytes, because {reason}")
-        return _Loaded(reason=reason)
-    if not library.hf_qmoe_select(None if mode == "auto" else mode.encode()):
-        raise ValueError(f"HF_QMOE_CPU_KERNELS={mode}, but this processor does not have {mode}; leave it to `auto`")
-    name = library.hf_qmoe_instruction_set().decode()
-    logger.info(f"CPU kernels: native, {name}")
-    # bitsandbytes' own code unpacks faster than plain C++ does.
-    return _Loaded(library, unpacks=mode != "auto" or name != "generic")
-
-
-def _open(name: str | None) -> tuple[ctypes.CDLL | None, str]:
-    """Loads and declares the library, or says why not."""
-    # Not above: `python -m hf_qmoe.ops.build_native` warns if importing the package has imported it already.
-    from hf_qmoe.ops import build_native
-
-    path = Path(name or build_native.LIBRARY)
-    build = "`python -m hf_qmoe.ops.build_native` builds it"
-    if not path.is_file():
-        return None, f"{path} does not exist; {build}"
-    try:
-        library = ctypes.CDLL(str(path))
-        library.hf_qmoe_source_digest.restype = ctypes.c_char_p
-        library.hf_qmoe_instruction_set.restype = ctypes.c_char_p
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
-        digest = library.hf_qmoe_source_digest().decode()
-    except (OSError, AttributeError) as error:
-        return None, f"{path} cannot be loaded ({error}); {build}"
-    if digest != build_native.source_digest():
-        return None, f"{path} was built from other sources; {build}"
-    return library, ""
 
 
 _Table = ctypes.Array[ctypes.c_float] | ctypes.Array[ctypes.c_ubyte]
@@ -246,7 +137,7 @@ class _Packing(NamedTuple):
 @cache
 def _unpacking(quant_type: str, dtype: torch.dtype) -> _Unpacking | None:
     """How to unpack such that the bits are those of the installed bitsandbytes; `None` if no way leads there."""
-    library, bits = _load().library, _BITS[quant_type]
+    library, bits = load().library, _BITS[quant_type]
     assert library is not None
     with _disable_current_modes(), torch.device("cpu"):
         if bits == 4:
@@ -270,7 +161,7 @@ def _unpacking(quant_type: str, dtype: torch.dtype) -> _Unpacking | None:
 @cache
 def _packing(quant_type: str) -> _Packing | None:
     """Tables that give the codes of the installed bitsandbytes; `None` if it has another rule."""
-    library = _load().library
+    library = load().library
     assert library is not None
     with _disable_current_modes(), torch.device("cpu"):
         tables = _packing_tables(quant_type)

@@ -20,14 +20,14 @@ struct Kernels {
 // Lowest first; each processor that has one has those before it.
 const Kernels kAll[] = {
     HF_QMOE_KERNELS(generic),
-#ifdef HF_QMOE_X86
+#ifdef __x86_64__
     HF_QMOE_KERNELS(avx2),
     HF_QMOE_KERNELS(avx512),
 #endif
 };
 
 int highest() {
-#ifdef HF_QMOE_X86
+#ifdef __x86_64__
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

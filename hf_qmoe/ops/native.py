@@ -45,7 +45,7 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
     dtype, bits = _DTYPES.get(out.dtype), _BITS.get(quant_type)
     if dtype is None or bits is None or blocksize <= 0 or blocksize * bits % 8:
         return False
-    if not all(_has_memory(tensor) for tensor in (out, packed, absmax)):
+    if not all(has_memory(tensor) for tensor in (out, packed, absmax)):
         return False
     _check_sizes(out, packed, absmax, bits, blocksize)
     library, _, unpacks = load()
@@ -76,7 +76,7 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
         ValueError: a weight is NaN or infinite.
     """
     dtype, bits = _DTYPES.get(weight.dtype), _BITS.get(quant_type)
-    if dtype is None or bits is None or blocksize <= 0 or not weight.ndim or not _has_memory(weight):
+    if dtype is None or bits is None or blocksize <= 0 or not weight.ndim or not has_memory(weight):
         return None
     if bits == 4 and (weight.numel() % blocksize or blocksize % 2 or weight.shape[-1] % 2):
         return None
@@ -92,7 +92,7 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     return packed, absmax
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
     """Whether a pointer to it can be had: not for fake tensors and other wrappers, nor on other devices."""
     wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not wrapped

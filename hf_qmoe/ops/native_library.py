@@ -6,9 +6,10 @@ without: `load` says why.
 Environment variables, read at the first use:
 
 ``HF_QMOE_CPU_KERNELS``
-    ``auto`` (default): the best instruction set of the processor. ``avx512`` (F, BW, DQ, VL and VBMI), ``avx2``
-    (with FMA and F16C) or ``generic``: that one, or an error if it cannot be had. ``off``: no kernels of our own.
-    Packed bytes and unpacked values are the same whatever is chosen.
+    ``auto`` (default): the best instruction set of the processor. ``avx512bf16``, ``avx512`` (F, BW, DQ, VL and
+    VBMI), ``avx2`` (with FMA and F16C) or ``generic``: that one, or an error if it cannot be had. ``off``: no kernels
+    of our own. Packed bytes and unpacked values are the same whatever is chosen; products are not, and `generic` has
+    none.
 ``HF_QMOE_NATIVE_LIBRARY``
     Path of a library to load instead of the installed one, e.g. one with sanitizers.
 """
@@ -24,7 +25,7 @@ from hf_qmoe.logging import get_logger
 
 logger = get_logger(__name__)
 
-INSTRUCTION_SETS = ("avx512", "avx2", "generic")
+INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 _MODES = ("auto", *INSTRUCTION_SETS, "off")
 
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -32,7 +33,13 @@ _ARGUMENTS = {
     "hf_qmoe_dequantize": (_POINTER, _INT, *(_POINTER,) * 3, _INT, _INT64, _INT64, _INT, _INT),
     "hf_qmoe_quantize_4bit": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "hf_qmoe_quantize_8bit": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT64, _INT64, _INT),
+    "hf_qmoe_combine": (*(_POINTER, _INT) * 2, _POINTER, _POINTER, *(_INT64,) * 4, _INT, _INT),
     "hf_qmoe_select": (ctypes.c_char_p,),
+    "hf_qmoe_has_lora": (),
+    "hf_qmoe_has_products": (),
+    "hf_qmoe_grouped_linear": (_POINTER,),
+    "hf_qmoe_experts": (_POINTER,),
+    "hf_qmoe_lora": (_POINTER,),
 }
 
 

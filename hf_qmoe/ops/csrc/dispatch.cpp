@@ -12,17 +12,23 @@ struct Kernels {
     decltype(&hf_qmoe_dequantize_generic) dequantize;
     decltype(&hf_qmoe_quantize_4bit_generic) quantize_4bit;
     decltype(&hf_qmoe_quantize_8bit_generic) quantize_8bit;
+    decltype(&hf_qmoe_combine_generic) combine;
+    int (*lora)(const LoraCall*);        // null where there is none
+    int (*experts)(const ExpertsCall*);  // null where there are none
+    int (*grouped_linear)(const GroupedLinearCall*);
 };
 
 #define HF_QMOE_KERNELS(isa) \
-    { #isa, hf_qmoe_dequantize_##isa, hf_qmoe_quantize_4bit_##isa, hf_qmoe_quantize_8bit_##isa }
+    hf_qmoe_dequantize_##isa, hf_qmoe_quantize_4bit_##isa, hf_qmoe_quantize_8bit_##isa, hf_qmoe_combine_##isa
+#define HF_QMOE_PRODUCTS(isa) hf_qmoe_experts_##isa, hf_qmoe_grouped_linear_##isa
 
 // Lowest first; each processor that has one has those before it.
 const Kernels kAll[] = {
-    HF_QMOE_KERNELS(generic),
+    {"generic", HF_QMOE_KERNELS(generic), nullptr, nullptr, nullptr},
 #ifdef __x86_64__
-    HF_QMOE_KERNELS(avx2),
-    HF_QMOE_KERNELS(avx512),
+    {"avx2", HF_QMOE_KERNELS(avx2), hf_qmoe_lora_avx2, HF_QMOE_PRODUCTS(avx2)},
+    {"avx512", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512)},
+    {"avx512bf16", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512bf16)},
 #endif
 };
 
@@ -33,7 +39,7 @@ int highest() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vbmi"))
-        return 2;
+        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
     return 1;
 #else
     return 0;
@@ -119,4 +125,44 @@ HF_QMOE_EXPORT int hf_qmoe_quantize_8bit(uint8_t* packed, float* absmax, const v
                                          const uint8_t* nearest, int64_t count, int64_t blocksize, int threads) {
     if (count < 0 || blocksize <= 0) return kBadArgument;
     return kernels().quantize_8bit(packed, absmax, weight, dtype, nearest, count, blocksize, threads);
+}
+
+// Between tokens and the rows of their (token, slot) pairs, which are sorted by expert. With `combines`
+// `tokens[t] = sum over slots of weights[t, slot] * rows[inverse[t, slot]]`, else `rows[inverse[t, slot]] =
+// weights[t, slot] * tokens[t]`; in float, rounded once. Rows from `owned` on count nothing, and are set to zeros.
+//
+//   tokens   [count, width] of `tokens_dtype` (0 float, 1 bfloat16, 2 float16)
+//   rows     [count * top_k, width] of `rows_dtype`
+//   weights  [count, top_k], or null: all of them 1
+//   inverse  a permutation of the rows
+//
+// No pointer needs an alignment. Returns 0, or 2 for an unknown dtype or a row that does not exist.
+HF_QMOE_EXPORT int hf_qmoe_combine(void* tokens, int tokens_dtype, void* rows, int rows_dtype, const float* weights,
+                                   const int64_t* inverse, int64_t owned, int64_t count, int64_t top_k, int64_t width,
+                                   int combines, int threads) {
+    if (count < 0 || top_k < 0 || width < 0) return kBadArgument;
+    return kernels().combine(tokens, tokens_dtype, rows, rows_dtype, weights, inverse, owned, count, top_k, width,
+                             combines, threads);
+}
+
+// Whether the instruction set in use has `hf_qmoe_lora`.
+HF_QMOE_EXPORT int hf_qmoe_has_lora() { return kernels().lora != nullptr; }
+
+// See lora.h. Returns 0, or 2 for an unknown dtype.
+HF_QMOE_EXPORT int hf_qmoe_lora(const LoraCall* call) {
+    return kernels().lora ? kernels().lora(call) : kBadArgument;
+}
+
+// Whether the instruction set in use multiplies.
+HF_QMOE_EXPORT int hf_qmoe_has_products() { return kernels().experts != nullptr; }
+
+// See calls.h. Returns 0, 2 for an argument out of range (the outputs then hold nothing of use), or 3 if there was no
+// memory.
+HF_QMOE_EXPORT int hf_qmoe_grouped_linear(const GroupedLinearCall* call) {
+    return kernels().grouped_linear ? kernels().grouped_linear(call) : kBadArgument;
+}
+
+// As `hf_qmoe_grouped_linear`; 2 also for a negative index.
+HF_QMOE_EXPORT int hf_qmoe_experts(const ExpertsCall* call) {
+    return kernels().experts ? kernels().experts(call) : kBadArgument;
 }

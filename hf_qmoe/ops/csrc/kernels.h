@@ -3,6 +3,9 @@
 
 #include <stdint.h>
 
+#include "calls.h"
+#include "lora.h"
+
 // The arguments are documented at the exported functions in dispatch.cpp.
 #define HF_QMOE_DECLARE(isa)                                                                                        \
     int hf_qmoe_dequantize_##isa(void* out, int dtype, const uint8_t* packed, const float* absmax,                  \
@@ -12,7 +15,25 @@
                                     const float* bounds, const uint8_t* codes, int64_t count, int64_t blocksize,    \
                                     int threads);                                                                   \
     int hf_qmoe_quantize_8bit_##isa(uint8_t* packed, float* absmax, const void* weight, int dtype,                  \
-                                    const uint8_t* nearest, int64_t count, int64_t blocksize, int threads);
+                                    const uint8_t* nearest, int64_t count, int64_t blocksize, int threads);         \
+    int hf_qmoe_combine_##isa(void* tokens, int tokens_dtype, void* rows, int rows_dtype, const float* weights,     \
+                              const int64_t* inverse, int64_t owned, int64_t count, int64_t top_k, int64_t width,   \
+                              int combines, int threads);
+
+// See lora.h.
+int hf_qmoe_lora_avx2(const LoraCall* call);
+int hf_qmoe_lora_avx512(const LoraCall* call);
+
+// Products with packed weights; see calls.h.
+#define HF_QMOE_DECLARE_PRODUCTS(isa)                          \
+    int hf_qmoe_experts_##isa(const ExpertsCall* call);        \
+    int hf_qmoe_grouped_linear_##isa(const GroupedLinearCall* call);
+
+HF_QMOE_DECLARE_PRODUCTS(avx2)
+HF_QMOE_DECLARE_PRODUCTS(avx512)
+HF_QMOE_DECLARE_PRODUCTS(avx512bf16)
+
+#undef HF_QMOE_DECLARE_PRODUCTS
 
 HF_QMOE_DECLARE(generic)
 HF_QMOE_DECLARE(avx2)

@@ -21,6 +21,7 @@ _FIELDS = (
     "experts_blocksize",
     "experts_double_quant",
     "experts_module",
+    "experts_exact",
     "experts_overrides",
     "quantize_linears",
     "modules_to_not_convert",
@@ -44,6 +45,10 @@ class QMoEConfig(BitsAndBytesConfig):
         experts_module: how packed experts compute. ``nbit`` replaces them by `ExpertsNbit`, ``parametrize`` keeps
             their own forward and parametrizes their weights (slower, any forward), ``auto`` takes the first for
             modules that follow transformers' experts interface, the second for others. What is saved is the same.
+        experts_exact: which products of experts must be those of dequantizing and ``F.linear``, bit for bit. `None`:
+            all in training; where no gradient is asked for, kernels may be used that are faster and at most 1.1 times
+            as far from exact arithmetic. `True`: always. `False`: none, in training neither. On a loaded model, set
+            ``exact`` of its `ExpertsNbit` modules.
         experts_overrides: other formats for some experts modules, ``{pattern: quant_type}``, first match counts, for
             example ``{"layers.0.mlp.experts": "int8"}``. A pattern that matches no experts module is an error.
         quantize_linears: replace ``nn.Linear`` by bitsandbytes' ``Linear4bit``; if false, only experts are packed.
@@ -69,6 +74,7 @@ class QMoEConfig(BitsAndBytesConfig):
         experts_blocksize: int = 64,
         experts_double_quant: bool = False,
         experts_module: str = "auto",
+        experts_exact: bool | None = None,
         experts_overrides: dict[str, str] | None = None,
         quantize_linears: bool = True,
         modules_to_not_convert: list[str] | None = None,
@@ -85,6 +91,7 @@ class QMoEConfig(BitsAndBytesConfig):
         self.experts_blocksize = experts_blocksize
         self.experts_double_quant = experts_double_quant
         self.experts_module = experts_module
+        self.experts_exact = experts_exact
         self.experts_overrides = copy.copy(experts_overrides)
         self.quantize_linears = quantize_linears
         self.modules_to_not_convert = copy.copy(modules_to_not_convert)
@@ -124,6 +131,8 @@ class QMoEConfig(BitsAndBytesConfig):
         for name in ("experts_double_quant", "quantize_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.experts_exact is not None and not isinstance(self.experts_exact, bool):
+            raise TypeError(f"experts_exact must be a bool or None, got {self.experts_exact!r}")
         if self.experts_module not in EXPERTS_MODULES:
             raise ValueError(
                 f"experts_module={self.experts_module!r} is not known; choose one of {', '.join(EXPERTS_MODULES)}"

@@ -24,8 +24,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
 )
-from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
-from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_qmoe import metadata
@@ -350,54 +348,6 @@ class QMoEQuantize(ConversionOps):
             raise ValueError(f"{name}: {error}") from None
         module._is_hf_initialized = True  # type: ignore[assignment]  # or its bytes would be drawn anew
         return {name: quantized}
-
-
-class QMoEDeserializeLinear(ConversionOps):
-    """Stored tensors of one bitsandbytes linear to its weight; transformers' own operation under the linear's name."""
-
-    def __init__(self, hf_quantizer: Any) -> None:
-        self.hf_quantizer = hf_quantizer  # its presence keeps transformers from casting the stored scales
-
-    def __deepcopy__(self, memo: Any) -> "QMoEDeserializeLinear":
-        return self  # stateless; transformers copies the operation for each tensor of a checkpoint
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        *,
-        model: PreTrainedModel,
-        full_layer_name: str,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Builds the weight from its bytes and statistics."""
-        (target,) = target_patterns
-        linear = target.removesuffix("weight")
-        stored = {key.removeprefix(linear): value for key, value in input_dict.items()}
-        stock = Bnb4bitDeserialize(self.hf_quantizer)
-        weight = stock.convert(stored, model=model, full_layer_name=full_layer_name)["weight"]
-        module, _ = get_module_from_name(model, full_layer_name)
-        if isinstance(module, Linear4bit):
-            # The state was saved with the dtype of that time, in which bitsandbytes' backward would still dequantize.
-            weight.quant_state.dtype = module.compute_dtype
-        return {target: weight}
-
-
-def linear_conversions(model: PreTrainedModel, hf_quantizer: Any) -> list[WeightTransform]:
-    """Converters for the stored linears of a packed checkpoint, one for each.
-
-    transformers' single converter matches every key that ends in ``weight`` and so keeps the float ones, embeddings
-    and norms, from being cast to the dtype that was asked for.
-    """
-    prefix = f"{model.base_model_prefix}."
-    conversions = []
-    for name, module in model.named_modules():
-        if isinstance(module, Linear4bit):
-            linear = name.removeprefix(prefix)
-            stored = [f"{linear}.{key}" for key in Bnb4BitHfQuantizer.serialized_names["weight"]]
-            conversions.append(WeightConverter(stored, f"{linear}.weight", [QMoEDeserializeLinear(hf_quantizer)]))
-    return conversions
 
 
 def packed_parameter_names(model: nn.Module) -> list[str]:

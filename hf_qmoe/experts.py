@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens, scatter_tokens
+from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens
 from hf_qmoe.factors import LoraFactors
+from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_bits, needs_gradient
 from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.ops.bias import add_expert_bias
+from hf_qmoe.ops.combine import combine_experts
+from hf_qmoe.ops.gate import silu_gate
 from hf_qmoe.ops.lora import add_expert_lora
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.packed_module import PackedModule, pack_float_stacks
@@ -66,6 +69,8 @@ class ExpertsNbit(PackedModule):
     _model_class: type[nn.Module] | None = None
     has_post_expert_norm = False
     _is_expert_parallel = False
+    #: Whether products are those of dequantize and `F.linear` bit for bit; `None`: in training only.
+    exact: bool | None = None
 
     def __init__(
         self,
@@ -284,26 +289,42 @@ class ExpertsNbit(PackedModule):
         assert top_k_index is not None
         assert top_k_weights is not None
         compute_dtype = self._product_dtype(hidden_states)
-        routing = route(top_k_index, self.num_experts)
         up_name, down_name = self.stack_names
         lora = lora_factors or {}
+        factors = [factor for adapters in lora.values() for adapter in adapters for factor in adapter[:2]]
+        biases = [getattr(self, f"{name}_bias") for name in self.stack_names] if self.has_bias else []
+        differentiable = (hidden_states, top_k_weights, *factors, *biases)
+        exact = needs_bits(self.exact, self.training, *differentiable)
+        if not exact and not factors and not needs_gradient(*differentiable):
+            fused = forward_fused(
+                self, hidden_states, top_k_index, top_k_weights, compute_dtype, ExpertsNbit._apply_gate
+            )
+            if fused is not None:
+                return fused
 
+        routing = route(top_k_index, self.num_experts)
         rows = gather_tokens(hidden_states.to(compute_dtype), routing.perm, routing.inverse, top_k_index.shape[1])
-        rows = self._project(rows, up_name, routing, lora.get(up_name, ()))
-        rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-        rows = self._project(rows.to(compute_dtype), down_name, routing, lora.get(down_name, ()))
+        rows = self._project(rows, up_name, routing, lora.get(up_name, ()), exact)
+        rows = self._gated(rows)
+        rows = self._project(rows.to(compute_dtype), down_name, routing, lora.get(down_name, ()), exact)
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)  # type: ignore[operator]  # the model's submodule
-        rows = scatter_tokens(rows, routing.perm, routing.inverse)
+        inverse = routing.inverse.view(top_k_index.shape)
+        out: Tensor = combine_experts(rows, top_k_weights, inverse, routing.offsets, hidden_states.dtype)
+        return out
 
-        per_token = rows.view(*top_k_index.shape, rows.shape[-1])
-        weights = top_k_weights.to(torch.promote_types(compute_dtype, torch.float32))
-        weights = weights.masked_fill(top_k_index >= self.num_experts, 0.0)  # experts of other ranks
-        out: Tensor = (per_token * weights.unsqueeze(-1)).sum(dim=1)
-        return out.to(hidden_states.dtype)
+    def _gated(self, rows: Tensor) -> Tensor:
+        """What comes between the projections, by an operator that keeps less for backward where one has its bits."""
+        if not self.has_gate:
+            return self.act_fn(rows)
+        gate = gate_name(self, ExpertsNbit._apply_gate)
+        if gate is None or activation_name(self.act_fn) != "silu":
+            return self._apply_gate(rows)
+        gated: Tensor = silu_gate(rows, gate == "concatenated")
+        return gated
 
-    def _project(self, rows: Tensor, name: str, routing: Routing, lora: Sequence[LoraFactors]) -> Tensor:
-        out = frozen_grouped_linear(rows, self.stack(name), routing.offsets)
+    def _project(self, rows: Tensor, name: str, routing: Routing, lora: Sequence[LoraFactors], exact: bool) -> Tensor:
+        out = frozen_grouped_linear(rows, self.stack(name), routing.offsets, exact)
         for lora_A, lora_B, scaling, dropout in lora:
             x = rows if dropout is None else dropout(rows)
             out = add_expert_lora(out, x, lora_A, lora_B, routing.offsets, scaling)
@@ -321,7 +342,7 @@ class ExpertsNbit(PackedModule):
         return self.compute_dtype or hidden_states.dtype
 
     def _check_call(self, hidden_states: Tensor, top_k_index: Tensor | None, top_k_weights: Tensor | None) -> None:
-        if any(parametrize.is_parametrized(self, name) for name in self.stored_names):
+        if parametrize.is_parametrized(self) and any(parametrize.is_parametrized(self, n) for n in self.stored_names):
             raise RuntimeError(
                 f"a parametrization was put on the packed weights of {type(self).__name__}. It would train without "
                 "them: packed bytes cannot be parametrized. If this is PEFT's LoRA: `import hf_qmoe` before the "

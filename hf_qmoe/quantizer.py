@@ -19,7 +19,6 @@ from hf_qmoe.checkpoint import check_files
 from hf_qmoe.config import QMoEConfig
 from hf_qmoe.conversion import (
     QMoEQuantize,
-    linear_conversions,
     packing_conversions,
     parametrized_names,
     quantized_parameter_names,
@@ -33,6 +32,7 @@ from hf_qmoe.linears import replace_linears, restore_linears
 from hf_qmoe.logging import get_logger, warn_once
 from hf_qmoe.memory import attach_counters, detach_counters
 from hf_qmoe.naming import first_match
+from hf_qmoe.ops.cuda import READS_ON_HOST
 from hf_qmoe.packed_module import SUFFIXES, PackedModule
 from hf_qmoe.parametrize import packed_parametrizations, restore_parameter
 from hf_qmoe.pending import PendingParametrization
@@ -46,6 +46,7 @@ from hf_qmoe.selection import (
     warn_unused_patterns,
 )
 from hf_qmoe.sources.tensors import CheckpointTensors
+from hf_qmoe.stored_linears import linear_conversions
 from hf_qmoe.ties import describe_tied, tie_scales
 
 
@@ -86,6 +87,11 @@ class QMoEHfQuantizer(Bnb4BitHfQuantizer):
                     "llm_int8_enable_fp32_cpu_offload=True (only those on CPU or disk do)."
                 )
         super().validate_environment(*args, **kwargs)
+
+    @property
+    def is_compileable(self) -> bool:
+        """True: `generate` may compile the model for a static cache."""
+        return bool(READS_ON_HOST)  # without the tag a CUDA graph, which is transformers' default, would fail
 
     # -- before loading -----------------------------------------------------------------------------------------
 
@@ -262,8 +268,12 @@ def resolve_compute_dtype(model: PreTrainedModel, config: QMoEConfig) -> torch.d
 
 def pack_module(module: nn.Module, quant_type: str, config: QMoEConfig, compute_dtype: torch.dtype) -> PackedModule:
     """Packs an experts module in place, in the form and with the fields of `config`."""
-    pack = PendingParametrization.pack if is_parametrized_form(module, config) else ExpertsNbit.from_experts
-    return pack(module, quant_type, config.experts_blocksize, config.experts_double_quant, compute_dtype)
+    operands = module, quant_type, config.experts_blocksize, config.experts_double_quant, compute_dtype
+    if is_parametrized_form(module, config):
+        return PendingParametrization.pack(*operands)
+    packed = ExpertsNbit.from_experts(*operands)
+    packed.exact = config.experts_exact
+    return packed
 
 
 def parametrize_pending(model: nn.Module) -> None:

@@ -18,6 +18,12 @@ def weight_is_read(parent: nn.Module, name: str) -> bool:
     it would do nothing. A cast to the dtype of packed bytes would round the input to integers.
     """
     cls: Any = type(parent)
+    return _weight_is_read(cls, name)
+
+
+@cache
+def _weight_is_read(cls: Any, name: str) -> bool:
+    """`weight_is_read` of a class: asked for every linear of every layer, answered once."""
     weight = rf"\bself\.{re.escape(name)}\.weight\b"
     source = _source(cls)
     is_value = re.search(rf"(?<!isinstance\(){weight}(?!\.)", source) is not None

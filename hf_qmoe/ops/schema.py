@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import torch_ops
+from hf_qmoe.ops.cuda import READS_ON_HOST
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, get_format
 
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("hf_qmoe::grouped_linear", mutates_args=())
+@torch.library.custom_op("hf_qmoe::grouped_linear", mutates_args=(), **READS_ON_HOST)
 def grouped_linear(
     x: Tensor,
     packed: Tensor,
@@ -29,10 +30,12 @@ def grouped_linear(
     expert_offsets: Tensor,
     quant_type: str,
     transpose: bool = False,
+    exact: bool = True,
 ) -> Tensor:
     """Product with a packed stack, for rows sorted by expert.
 
-    Each expert's result equals ``torch.nn.functional.linear(x, dequantized)`` bit for bit, in ``x.dtype``.
+    Each expert's result equals ``torch.nn.functional.linear(x, dequantized)`` bit for bit, in ``x.dtype``; without
+    `exact`, its error is at most 1.1 times the error of that. The gradient is exact either way.
 
     Args:
         x: ``[S, K]`` (``[S, N]`` with `transpose`), rows ``expert_offsets[e]:expert_offsets[e + 1]`` for expert ``e``.
@@ -43,6 +46,7 @@ def grouped_linear(
         expert_offsets: int64 ``[E + 1]``, from 0; rows past the last offset belong to no expert and give zeros.
         quant_type: one of `hf_qmoe.ops.formats.QUANT_TYPES`.
         transpose: multiply by ``W_e`` instead of ``W_e.T``.
+        exact: whether the bits matter; with `transpose` they are always those.
 
     Returns:
         ``[S, N]`` (``[S, K]`` with `transpose`) in ``x.dtype``.
@@ -51,10 +55,10 @@ def grouped_linear(
         RuntimeError: an argument has the wrong shape or dtype.
         ValueError: `expert_offsets` does not rise from 0 to at most S.
     """
-    _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
     _check_product(x, packed, expert_offsets, quant_type, transpose)
     return torch_ops.grouped_linear(
-        x.contiguous(), packed, absmax, nested_absmax, nested_offset, expert_offsets, quant_type, transpose
+        x.contiguous(), packed, absmax, nested_absmax, nested_offset, expert_offsets, quant_type, transpose, exact
     )
 
 
@@ -68,15 +72,16 @@ def _(
     expert_offsets: Tensor,
     quant_type: str,
     transpose: bool = False,
+    exact: bool = True,
 ) -> Tensor:
-    _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
     _check_product(x, packed, expert_offsets, quant_type, transpose)
     rows, columns = torch_ops.logical_shape(packed, quant_type)
     return x.new_empty(x.shape[0], columns if transpose else rows)
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, packed, absmax, nested_absmax, nested_offset, expert_offsets, quant_type, transpose = inputs
+    _, packed, absmax, nested_absmax, nested_offset, expert_offsets, quant_type, transpose, _ = inputs
     ctx.save_for_backward(packed, absmax, nested_absmax, nested_offset, expert_offsets)
     ctx.quant_type, ctx.transpose = quant_type, transpose
 
@@ -84,7 +89,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Read `saved_tensors` once: a second read raises under non-reentrant checkpointing.
     grad_x = grouped_linear(grad, *ctx.saved_tensors, ctx.quant_type, not ctx.transpose)
-    return (grad_x, *(None,) * 7)
+    return (grad_x, *(None,) * 8)
 
 
 grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save_operands)
@@ -100,7 +105,7 @@ def dequantize_stack(
     dtype: torch.dtype,
 ) -> Tensor:
     """A whole stack as ``[E, N, K]`` in `dtype`; the arguments are those of `grouped_linear`. Not differentiable."""
-    _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
     torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     return torch_ops.dequantize_stack(packed, absmax, nested_absmax, nested_offset, quant_type, dtype)
 
@@ -114,19 +119,24 @@ def _(
     quant_type: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    _check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
+    check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
     torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     shape = (packed.shape[0], *torch_ops.logical_shape(packed, quant_type))
     return torch.empty(shape, dtype=dtype, device=packed.device)
 
 
-def _check_stack(
+def check_stack(
     packed: Tensor,
     absmax: Tensor | None,
     nested_absmax: Tensor | None,
     nested_offset: Tensor | None,
     quant_type: str,
 ) -> None:
+    """Checks that the tensors of a stack belong together; see `grouped_linear`.
+
+    Raises:
+        RuntimeError: a shape or dtype that native code must not see.
+    """
     fmt = get_format(quant_type)
     torch._check(
         packed.ndim == 3 and packed.dtype == torch.uint8,

@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops import cpu, cuda, native
+from hf_qmoe.ops import cpu, cuda, grouped_mm, native, native_product
 from hf_qmoe.ops.formats import decompress_absmax, dequantize, get_format
+from hf_qmoe.ops.operands import Operands
 
 
 class _Scratch(threading.local):
@@ -34,6 +35,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def take_scratch(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised ``shape`` buffer, valid until this thread takes or unpacks into another one of this dtype."""
+    return _scratch.take(shape, dtype, device)
 
 
 def release_scratch() -> None:
@@ -68,12 +74,14 @@ def dequantize_expert(
         absmax: fp32 ``[G]``, or `None` for bf16 and fp16.
         out: contiguous ``[N, K]`` in `dtype`, to be written and returned.
     """
-    if absmax is None:
-        values = dequantize(packed, None, quant_type, 0, dtype)
-        return values if out is None else out.copy_(values)
-    rows, columns = packed.shape[0], packed.shape[1] * 8 // get_format(quant_type).bits
-    blocksize = rows * columns // absmax.numel()
+    fmt = get_format(quant_type)
+    rows, columns = packed.shape[0], packed.shape[1] * 8 // fmt.bits
+    if out is None and fmt.passthrough == dtype:
+        return dequantize(packed, None, quant_type, 0, dtype)  # a view
     buffer = _scratch.take((rows, columns), dtype, packed.device) if out is None else out
+    if absmax is None:
+        return buffer.copy_(dequantize(packed, None, quant_type, 0, fmt.passthrough or dtype))
+    blocksize = rows * columns // absmax.numel()
     modules = (native, cpu) if packed.device.type == "cpu" else (cuda,)
     operands = buffer, packed.contiguous(), absmax.contiguous(), quant_type, blocksize
     if not any(module.dequantize_into(*operands) for module in modules):
@@ -90,15 +98,22 @@ def grouped_linear(
     expert_offsets: Tensor,
     quant_type: str,
     transpose: bool,
+    exact: bool = True,
 ) -> Tensor:
     """``y = x @ W_e.T`` (or ``x @ W_e`` with `transpose`) for rows sorted by expert; see `hf_qmoe.ops.schema`."""
-    rows, columns = logical_shape(packed, quant_type)
+    stack = Operands(packed, absmax, nested_absmax, nested_offset, quant_type)
+    if not exact and not transpose:
+        if x.device.type != "cpu" and (result := grouped_mm.grouped_linear(x, stack, expert_offsets)) is not None:
+            return result
+        if native_product.multiplies(x, stack):
+            result = x.new_empty(x.shape[0], stack.shape[1])
+            end = _checked_bounds(x, expert_offsets)[-1]
+            native_product.grouped_linear_into(result, x, stack, expert_offsets)
+            result[end:].zero_()
+            return result
+    _, rows, columns = stack.shape
     out = x.new_empty(x.shape[0], columns if transpose else rows)
-    bounds = expert_offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] > x.shape[0] or bounds != sorted(bounds):
-        raise ValueError(
-            f"expert_offsets must rise from 0 to at most {x.shape[0]}, got {bounds}; a negative expert index does this"
-        )
+    bounds = _checked_bounds(x, expert_offsets)
     for expert, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue
@@ -113,6 +128,15 @@ def grouped_linear(
             result.copy_(target)
     out[bounds[-1] :].zero_()
     return out
+
+
+def _checked_bounds(x: Tensor, expert_offsets: Tensor) -> list[int]:
+    bounds: list[int] = expert_offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > x.shape[0] or bounds != sorted(bounds):
+        raise ValueError(
+            f"expert_offsets must rise from 0 to at most {x.shape[0]}, got {bounds}; a negative expert index does this"
+        )
+    return bounds
 
 
 def dequantize_stack(

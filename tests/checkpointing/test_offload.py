@@ -217,7 +217,8 @@ def test_model(family: str, form: str, place: Callable[[nn.Module, Path], None],
     model = quantize_experts(tiny_model(family), config).requires_grad_(False)
     expected, before = model_step(model, "off"), state(model)
     ids = token_ids()
-    evaluated = model.eval()(ids).logits
+    with torch.no_grad():
+        evaluated = model.eval()(ids).logits
     place(model, tmp_path)
     alive = []
     for _ in range(STEPS):
@@ -229,7 +230,8 @@ def test_model(family: str, form: str, place: Callable[[nn.Module, Path], None],
             assert_offloaded(layer.mlp.experts)
         alive.append(live_tensors())
     assert alive[2] == alive[0]
-    assert_same_bits(model.eval()(ids).logits, evaluated)
+    with torch.no_grad():
+        assert_same_bits(model.eval()(ids).logits, evaluated)
     assert_restored(model, before)
 
 

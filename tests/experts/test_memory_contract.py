@@ -49,8 +49,9 @@ def weight_sized(saved: list[Tensor]) -> list[tuple[int, ...]]:
     ]
 
 
-def plain_grouped_linear(x: Tensor, stack: PackedStack, expert_offsets: Tensor) -> Tensor:
+def plain_grouped_linear(x: Tensor, stack: PackedStack, expert_offsets: Tensor, exact: bool) -> Tensor:
     """The control: dequantize, then `linear`, in plain autograd."""
+    assert exact
     weights, bounds = stack.dequantize(x.dtype), expert_offsets.tolist()
     return torch.cat([linear(x[bounds[e] : bounds[e + 1]], w) for e, w in enumerate(weights)])
 

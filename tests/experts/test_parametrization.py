@@ -51,7 +51,7 @@ TARGETS = {
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stock_peft_is_refused(family: str, target_parameters: list[str], target_modules: list[str]) -> None:
     """PEFT's own `target_parameters` on packed experts raises in the first forward, and in each later one."""
-    model = quantize_experts(tiny_model(family), QMoEConfig(quantize_linears=False))
+    model = quantize_experts(tiny_model(family), QMoEConfig(quantize_linears=False, experts_exact=True))
     ids = token_ids()
     expected = model(input_ids=ids).logits
     adapted = get_peft_model(

@@ -165,8 +165,9 @@ def operands(weight: Tensor) -> list[Tensor]:
 # -- the control ------------------------------------------------------------------------------------------------------
 
 
-def dense_grouped_linear(x: Tensor, stack: PackedStack, expert_offsets: Tensor) -> Tensor:
+def dense_grouped_linear(x: Tensor, stack: PackedStack, expert_offsets: Tensor, exact: bool) -> Tensor:
     """Dequantize, then `linear`, in plain autograd."""
+    assert exact
     weights, bounds = stack.dequantize(x.dtype), expert_offsets.tolist()
     return torch.cat([linear(x[bounds[e] : bounds[e + 1]], w) for e, w in enumerate(weights)])
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_qmoe.ops.bias import add_expert_bias, sum_by_expert
+from hf_qmoe.ops.bias import _add_without_waiting, add_expert_bias, sum_by_expert
 
 
 OFFSETS = torch.tensor([0, 3, 3, 7])  # the second expert has no row, and two rows belong to none
@@ -27,6 +28,20 @@ def test_equals_the_sum_row_by_row(dtype: torch.dtype) -> None:
     before = x.clone()
     torch.testing.assert_close(add_expert_bias(x, bias, OFFSETS), naive(x, bias), rtol=0, atol=0)
     torch.testing.assert_close(x, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [9, 7])
+def test_the_way_of_an_accelerator_has_the_same_bits(dtype: torch.dtype, count: int) -> None:
+    """It leaves the offsets on the device: nothing of it reads data, and no row and negative zeros change nothing."""
+    x, bias = rows(dtype, count), rows(dtype, 3)
+    x[-1] = -0.0
+    torch.testing.assert_close(_add_without_waiting(x, bias, OFFSETS), naive(x, bias), rtol=0, atol=0)
+    assert _add_without_waiting(x, bias, OFFSETS)[7:].signbit().equal(x[7:].signbit())
+    assert _add_without_waiting(x[:0], bias, torch.zeros(4, dtype=torch.int64)).shape == (0, 5)
+    with FakeTensorMode() as mode:
+        fake = _add_without_waiting(*(mode.from_tensor(t) for t in (x, bias, OFFSETS)))
+    assert (fake.shape, fake.dtype) == (x.shape, dtype)
 
 
 def test_gradients_are_those_of_the_sum_row_by_row() -> None:

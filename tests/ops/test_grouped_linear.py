@@ -13,6 +13,7 @@ from hf_qmoe.ops.schema import dequantize_stack, grouped_linear
 from hf_qmoe.packed import PackedStack
 from tests.support.oracle import (
     DTYPES,
+    PASSTHROUGH,
     assert_same_bits,
     control_weights,
     dtype_name,
@@ -296,6 +297,24 @@ def test_one_buffer_serves_all_experts_and_is_freed_on_release(buffers):
     x = torch.randn(3, 128)
     weights = large.dequantize(torch.float32)
     assert_same_bits(run(x, large, offsets_of(1, 1, 1)), expected_product(x, weights, offsets_of(1, 1, 1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4", "int8", "fp8", "bf16", "fp16"])
+def test_torch_alone_unpacks_into_the_buffer_too(quant_type, dtype, monkeypatch):
+    """Without kernels and without bitsandbytes' library, and for 16-bit weights read in another dtype."""
+    for module in (native, cpu):
+        monkeypatch.setattr(module, "dequantize_into", lambda *_: False)
+    torch_ops.release_scratch()
+    stack, weights = stack_and_control(quant_type, False, (3, 8, 64), dtype=dtype)
+    addresses = set()
+    for expert in range(3):
+        scales = torch_ops.expert_absmax(stack.absmax, None, None, expert)
+        values = torch_ops.dequantize_expert(stack.packed[expert], scales, quant_type, dtype)
+        assert_same_bits(values, weights[expert])
+        addresses.add(values.data_ptr())
+    is_view = dtype == PASSTHROUGH.get(quant_type)  # bytes that are values already
+    assert addresses == {expert.data_ptr() for expert in stack.packed} if is_view else len(addresses) == 1
 
 
 def test_a_larger_stack_replaces_the_buffer(buffers):

@@ -1,12 +1,16 @@
 """`add_expert_lora` against an explicit loop in float64, in every dtype, for every kind of routing."""
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from hf_qmoe.factors import split_lora_A, split_lora_B
+from hf_qmoe.ops import native_library, native_lora
 from hf_qmoe.ops.lora import add_expert_lora
-from tests.support.oracle import DTYPES, dtype_name, offsets_of
+from tests.support.oracle import DTYPES, NATIVE_DTYPES, dtype_name, offsets_of, poisoned_memory
 
 
 E, N, K, R, SCALING = 5, 24, 16, 3, 0.7
@@ -62,7 +66,7 @@ def test_value_and_gradients(dtype: torch.dtype, counts: tuple[int, ...], tail: 
 @pytest.mark.parametrize("factor_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
 def test_factors_of_another_dtype(dtype: torch.dtype, factor_dtype: torch.dtype) -> None:
-    """Products run in the dtype of `x`; gradients come in the factors' own."""
+    """Factors are rounded to the dtype of `x` first; gradients come in the factors' own."""
     tensors = operands(dtype, 9, factor_dtype)
     offsets = offsets_of(3, 0, 2, 4, 0)
     out = add_expert_lora(*tensors, offsets, SCALING)
@@ -72,8 +76,9 @@ def test_factors_of_another_dtype(dtype: torch.dtype, factor_dtype: torch.dtype)
     grads = torch.autograd.grad(out.float().square().sum(), tensors)
     others = torch.autograd.grad(same.float().square().sum(), cast)
     assert [g.dtype for g in grads] == [dtype, dtype, factor_dtype, factor_dtype]
-    for a, b in zip(grads, others, strict=True):
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=0)
+    for a, b in zip(grads, others, strict=True):  # of one number, each rounded to its own dtype
+        steps = sum(torch.finfo(t.dtype).eps / 2 for t in (a, b)) if a.dtype != b.dtype else 0
+        torch.testing.assert_close(a.double(), b.double(), rtol=1.01 * steps, atol=0)
 
 
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
@@ -145,3 +150,112 @@ def test_refuses_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
     rows, lora_A, lora_B = (torch.randn(shape) for shape in shapes)
     with pytest.raises(RuntimeError, match=r"lora_A|rows must be"):
         add_expert_lora(rows, torch.randn(9, K), lora_A, lora_B, offsets_of(3, 0, 2, 4, 0), 1.0)
+
+
+@pytest.fixture(params=["torch", *native_library.INSTRUCTION_SETS])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """torch, and the kernels of each instruction set of this processor, in turn."""
+    if request.param == "torch":
+        monkeypatch.setattr(native_lora, "can_add", lambda *_: False)
+        yield request.param
+        return
+    before = native_library.instruction_set()
+    if before is None:
+        pytest.skip(str(native_library.why_not()))
+    try:
+        native_library.use_instruction_set(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if not native_lora.can_add(torch.ones(1)):
+        native_library.use_instruction_set(before)
+        pytest.skip(f"no kernels for {request.param}")
+    yield request.param
+    native_library.use_instruction_set(before)
+
+
+#: Experts, rank, in and out features, rows per expert; some in whole registers, most not.
+SHAPES_TO_COMPUTE = {
+    "whole": (3, 16, 128, 64, (8, 4, 5)),
+    "ragged": (4, 5, 83, 201, (1, 0, 13, 2)),
+    "few": (9, 3, 17, 33, (0, 0, 7, 0, 0, 0, 0, 0, 0)),
+    "narrow": (2, 1, 1, 3, (2, 6)),
+    "none": (2, 4, 16, 16, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("factor_dtype", NATIVE_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", SHAPES_TO_COMPUTE.values(), ids=SHAPES_TO_COMPUTE)
+def test_every_implementation(
+    implementation: str,
+    shape: tuple[int, int, int, int, tuple[int, ...]],
+    dtype: torch.dtype,
+    factor_dtype: torch.dtype,
+) -> None:
+    """Value and gradients of any shape, unaligned, against float64; nothing is left unwritten."""
+    experts, rank, columns, features, counts = shape
+    offsets, total, generator = offsets_of(*counts), sum(counts) + 2, torch.Generator().manual_seed(0)
+
+    def unaligned(*size: int, dtype: torch.dtype) -> Tensor:
+        numel = torch.Size(size).numel()
+        flat = torch.randn(numel + 1, generator=generator).to(dtype)
+        return flat[1:].view(size)
+
+    rows, x = unaligned(total, features, dtype=dtype), unaligned(total, columns, dtype=dtype)
+    lora_A = unaligned(experts * rank, columns, dtype=factor_dtype)
+    lora_B = unaligned(features, rank * experts, dtype=factor_dtype)
+    grad = unaligned(total, features, dtype=dtype)
+    leaves = [t.detach().requires_grad_() for t in (rows, x, lora_A, lora_B)]
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in leaves]
+    with poisoned_memory():
+        out = add_expert_lora(*leaves, offsets, SCALING)
+        actual = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+    terms = [exact[0][offsets[-1] :]]
+    for expert, (start, end) in reversed(list(enumerate(pairwise(offsets.tolist())))):
+        down = split_lora_A(exact[2], experts)[expert]
+        up = split_lora_B(exact[3], experts)[expert]
+        terms.insert(0, exact[0][start:end] + SCALING * (exact[1][start:end] @ down.t()) @ up.t())
+    expected = torch.cat(terms)
+    wanted = (expected.detach(), *torch.autograd.grad(expected, exact, grad.double(), allow_unused=True))
+    # Kernels round to 16 bits once, after sums in float32; torch also rounds what lies between the two products.
+    unit = max(torch.finfo(t).eps for t in (dtype, factor_dtype))
+    tolerance = 64 * 2**-24 + (unit if implementation != "torch" else 4 * unit)
+    for a, b in zip(actual, wanted, strict=True):
+        b = torch.zeros_like(a, dtype=torch.float64) if b is None else b
+        largest = max(b.abs().max().item(), 1) if b.numel() else 1
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * largest)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    """Experts are computed each by one thread, in one order."""
+    offsets, results = offsets_of(9, 1, 30, 0, 8), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            leaves = operands(torch.bfloat16, 48)
+            out = add_expert_lora(*leaves, offsets, SCALING)
+            results.append((out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)))
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_is_no_further_from_float64_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, value and every gradient: the kernels round less often."""
+    if not native_lora.can_add(torch.ones(1)):
+        pytest.skip("no kernels")
+    offsets, errors = offsets_of(40, 1, 30, 0, 8), []
+    leaves = operands(torch.bfloat16, 79)
+    reference = [t.detach().double().requires_grad_() for t in leaves]
+    grad = torch.randn(79, N, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = explicit(*reference, offsets)
+    wanted = (expected, *torch.autograd.grad(expected, reference, grad.double()))
+    for is_native in (True, False):
+        monkeypatch.setattr(native_lora, "can_add", lambda *_, native=is_native: native)
+        out = add_expert_lora(*leaves, offsets, SCALING)
+        found = (out, *torch.autograd.grad(out, leaves, grad))
+        errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)])
+    assert all(native <= 1.001 * by_torch for native, by_torch in zip(*errors, strict=True))

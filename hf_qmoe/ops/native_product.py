@@ -1,0 +1,149 @@
+"""Products with packed weights by the package's own CPU kernels: weights are unpacked into registers or cache.
+
+They add in float32 and round less often than dequantizing to bfloat16 and multiplying does, so their results are not
+those bits: `hf_qmoe.ops.torch_ops` asks for them only where nobody needs the bits.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
+from hf_qmoe.ops.native import has_memory
+from hf_qmoe.ops.native_library import load
+from hf_qmoe.ops.operands import Operands
+
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BAD_ARGUMENT, _NO_MEMORY = 2, 3
+
+#: What the gate of an experts layer is: none, rows ``[gate; up]``, or rows gate0, up0, gate1, ...
+GATES = ("none", "concatenated", "interleaved")
+#: The activations that the kernels know: SiLU, GELU (approximated by tanh), ReLU and its square.
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2")
+
+
+class _PackedStack(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "absmax", "nested_absmax", "nested_offset")),
+        *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "blocksize", "bits")),
+    )
+
+
+class _GroupedLinearCall(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x")),
+        *((name, ctypes.c_int64) for name in ("dtype", "count")),
+        ("offsets", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_experts", "threads")),
+        ("weights", _PackedStack),
+    )
+
+
+class _ExpertsCall(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x")),
+        *((name, ctypes.c_int64) for name in ("dtype", "out_dtype", "tokens", "top_k")),
+        *((name, ctypes.c_void_p) for name in ("top_k_index", "top_k_weights")),
+        ("num_experts", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("up_bias", "down_bias")),
+        *((name, ctypes.c_int64) for name in ("gate", "activation", "threads")),
+        *((name, _PackedStack) for name in ("up", "down")),
+    )
+
+
+def multiplies(x: Tensor, *stacks: Operands) -> bool:
+    """Whether there are kernels for inputs like `x` and these stacks: memory on the CPU, 4 or 8 bits."""
+    if x.dtype not in _DTYPES or not _has_products():
+        return False
+    if any(stack.absmax is None for stack in stacks):
+        return False
+    return has_memory(x) and all(has_memory(tensor) for stack in stacks for tensor in stack.tensors)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asked while a graph is traced, too
+def _has_products() -> bool:
+    library = load().library
+    return library is not None and bool(library.hf_qmoe_has_products())
+
+
+def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets: Tensor) -> None:
+    """``out[s] = x[s] @ W_e.T`` for rows sorted by expert; call `multiplies` first.
+
+    Args:
+        out: contiguous ``[S, N]``; rows of no expert are left as they are.
+        x: ``[S, K]`` in the dtype of `out`.
+        expert_offsets: int64 ``[E + 1]``, rising from 0 to at most S; the caller has checked it.
+
+    Raises:
+        MemoryError: not enough memory for a thread's tile.
+    """
+    x, stack, offsets = x.contiguous(), stack.contiguous(), expert_offsets.contiguous()
+    call = _GroupedLinearCall(
+        *(out.data_ptr(), x.data_ptr(), _DTYPES[x.dtype], x.shape[0], offsets.data_ptr()),
+        *(stack.packed.shape[0], torch.get_num_threads(), _described(stack)),
+    )
+    _run("hf_qmoe_grouped_linear", call)
+
+
+def experts_into(
+    out: Tensor,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up: Operands,
+    down: Operands,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: str,
+    activation: str,
+) -> None:
+    """A whole experts layer; call `multiplies` first. The arguments are those of `hf_qmoe.ops.fused.fused_experts`.
+
+    Args:
+        out: contiguous ``[T, H]`` in the dtype of `x` or float32, overwritten.
+
+    Raises:
+        ValueError: an index is negative.
+        MemoryError: not enough memory for the activations.
+    """
+    x, index, weights = x.contiguous(), top_k_index.long().contiguous(), top_k_weights.float().contiguous()
+    up, down = up.contiguous(), down.contiguous()
+    biases = [None if bias is None else bias.float().contiguous() for bias in (up_bias, down_bias)]
+    call = _ExpertsCall(
+        *(out.data_ptr(), x.data_ptr(), _DTYPES[x.dtype], _DTYPES[out.dtype], *index.shape),
+        *(index.data_ptr(), weights.data_ptr()),
+        *(up.packed.shape[0], *(None if bias is None else bias.data_ptr() for bias in biases)),
+        *(GATES.index(gate), ACTIVATIONS.index(activation), torch.get_num_threads()),
+        *(_described(up), _described(down)),
+    )
+    _run("hf_qmoe_experts", call)
+
+
+def _run(name: str, call: ctypes.Structure) -> None:
+    library = load().library
+    assert library is not None
+    status = getattr(library, name)(ctypes.byref(call))
+    if status == _BAD_ARGUMENT:
+        raise ValueError("top_k_index holds a negative expert index")
+    if status == _NO_MEMORY:
+        raise MemoryError("not enough memory for the activations of an experts layer")
+    assert status == 0, status
+
+
+def _described(stack: Operands) -> _PackedStack:
+    """Pointers and sizes; `stack` must outlive them."""
+    assert stack.absmax is not None
+    bits = get_format(stack.quant_type).bits
+    _, rows, columns = stack.shape
+    nested: tuple[int | None, ...] = (None, None, None)
+    if stack.nested_absmax is not None and stack.nested_offset is not None:
+        assert NESTED_BLOCKSIZE == 256, "a constant of the kernels"
+        codes = codebook("int8", "cpu").data_ptr()
+        nested = (stack.nested_absmax.data_ptr(), stack.nested_offset.data_ptr(), codes)
+    return _PackedStack(
+        *(stack.packed.data_ptr(), stack.absmax.data_ptr(), *nested, codebook(stack.quant_type, "cpu").data_ptr()),
+        *(rows, columns, stack.blocksize, bits),
+    )

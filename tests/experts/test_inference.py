@@ -1,0 +1,154 @@
+"""Which products are exact: in training all, where no gradient is asked for none need be, and `exact` overrides it."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from hf_qmoe.experts import ExpertsNbit
+from hf_qmoe.ops import native_library, native_product
+from tests.support.experts import (
+    Inputs,
+    decorated_classes,
+    float_experts,
+    inputs,
+    packed_and_twin,
+    packed_experts,
+    relative_error,
+)
+from tests.support.oracle import assert_same_bits
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the fused kernels that were used."""
+    if not native_library.available():
+        pytest.skip(str(native_library.why_not()))
+    used: list[str] = []
+    run = native_product._run
+
+    def counted(name: str, call: object) -> None:
+        used.append(name)
+        run(name, call)
+
+    monkeypatch.setattr(native_product, "_run", counted)
+    return used
+
+
+def outputs(module: nn.Module, arguments: Inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return module(*arguments)
+
+
+def layer(cls: type[nn.Module] = Qwen3MoeExperts) -> ExpertsNbit:
+    return packed_experts(cls, compute_dtype=torch.float32)
+
+
+def test_a_model_in_eval_mode_runs_the_whole_layer_at_once(calls: list[str]) -> None:
+    """One call; in training mode, or where a gradient flows, none."""
+    packed, arguments = layer(), inputs()
+    outputs(packed.train(), arguments)
+    assert calls == []
+    outputs(packed.eval(), arguments)
+    assert calls == ["hf_qmoe_experts"]
+    packed(*arguments)  # nothing asks for a gradient here either
+    assert calls == ["hf_qmoe_experts"] * 2
+    packed(arguments.hidden_states.clone().requires_grad_(True), *arguments[1:])
+    packed(*arguments[:2], arguments.top_k_weights.clone().requires_grad_(True))
+    assert calls == ["hf_qmoe_experts"] * 2
+
+
+def test_a_gate_of_the_models_own_runs_between_two_products(calls: list[str]) -> None:
+    """gpt-oss clamps; an activation that someone listens to is called."""
+    outputs(layer(GptOssExperts).eval(), inputs())
+    assert calls == ["hf_qmoe_grouped_linear"] * 2
+    heard = []
+    packed = layer().eval()
+    packed.act_fn.register_forward_hook(lambda *_: heard.append(True))
+    outputs(packed, inputs())
+    assert calls == ["hf_qmoe_grouped_linear"] * 4
+    assert heard == [True]
+    packed = layer().eval()
+    packed.act_fn.forward = lambda values: values  # someone's patch
+    outputs(packed, inputs())
+    assert calls == ["hf_qmoe_grouped_linear"] * 6
+
+
+@pytest.mark.parametrize("exact", [None, True])
+def test_bits_of_training_do_not_depend_on_grad_mode(exact: bool | None) -> None:
+    """What reentrant checkpointing computes without grad and again with it is the same."""
+    packed, arguments = layer().train(), inputs()
+    packed.exact = exact
+    expected = packed(arguments.hidden_states.clone().requires_grad_(True), *arguments[1:])
+    assert_same_bits(outputs(packed, arguments), expected)
+
+
+def test_exact_in_eval_mode_gives_the_bits_of_training(calls: list[str]) -> None:
+    """`exact=True` turns the kernels off."""
+    packed, arguments = layer(), inputs()
+    expected = outputs(packed.train(), arguments)
+    packed.exact = True
+    assert_same_bits(outputs(packed.eval(), arguments), expected)
+    assert calls == []
+
+
+def test_training_may_use_them_too(calls: list[str]) -> None:
+    """`exact=False`: fused products forward, exact ones backward."""
+    packed, twin = packed_and_twin(float_experts(), compute_dtype=torch.float32)
+    packed.exact = False
+    arguments = inputs()
+    gradients = []
+    for module, dtype in ((packed.train(), torch.float32), (twin, torch.float64)):
+        hidden = arguments.hidden_states.to(dtype, copy=True).requires_grad_(True)
+        weights = arguments.top_k_weights.to(dtype, copy=True).requires_grad_(True)
+        module(hidden, arguments.top_k_index, weights).square().sum().backward()
+        gradients.append((hidden.grad, weights.grad))
+    assert calls == ["hf_qmoe_grouped_linear"] * 2
+    for ours, expected in zip(*gradients, strict=True):
+        assert relative_error(ours, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(decorated_classes()))
+def test_every_experts_class(name: str) -> None:
+    """Without a gradient, each agrees with the model's own eager code."""
+    packed, twin = packed_and_twin(float_experts(decorated_classes()[name]), compute_dtype=torch.float32)
+    arguments = inputs()
+    assert relative_error(outputs(packed.eval(), arguments), outputs(twin, arguments.to(torch.float64))) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["no-autocast", "autocast"])
+def test_dtypes(autocast: torch.dtype | None, dtype: torch.dtype, calls: list[str]) -> None:
+    """The result has the dtype of the hidden states, its error is at most 1.1 times that of the exact path."""
+    packed, twin = packed_and_twin(float_experts(), compute_dtype=None)
+    arguments = inputs(dtype=dtype)
+    expected = outputs(twin, arguments.to(torch.float64))
+    errors = []
+    for exact in (True, False):
+        packed.eval().exact = exact
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            out = outputs(packed, arguments)
+        assert out.dtype == dtype
+        errors.append((out.double() - expected).norm())
+    assert calls == ["hf_qmoe_experts"]
+    assert errors[1] <= 1.1 * errors[0]
+
+
+def test_without_kernels_the_other_path_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing multiplies, results are those of training."""
+    monkeypatch.setattr(native_product, "multiplies", lambda *_: False)
+    packed, arguments = layer(), inputs()
+    assert_same_bits(outputs(packed.eval(), arguments), outputs(packed.train(), arguments))
+
+
+def test_a_config_can_ask_for_it() -> None:
+    """`experts_exact` of a `QMoEConfig` reaches the modules."""
+    from hf_qmoe import QMoEConfig, quantize_experts
+    from tests.support.models import experts_of, tiny_model
+
+    for value in (None, True, False):
+        model = quantize_experts(tiny_model("qwen3_moe"), QMoEConfig(experts_exact=value))
+        assert {experts.exact for experts in experts_of(model).values()} == {value}
+    with pytest.raises(TypeError, match="experts_exact"):
+        QMoEConfig(experts_exact="yes")

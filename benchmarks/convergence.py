@@ -17,8 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from benchmarks.case import Case, OutputsDiffer, Result, Row
+from benchmarks.case import Case, Result, Row
 from benchmarks.memory import fresh_process
+from benchmarks.verify import OutputsDiffer
 from hf_qmoe import QMoEConfig
 
 

@@ -1,8 +1,9 @@
 """Time to pack and unpack one expert on the CPU: the native kernels against bitsandbytes' own, into warm memory.
 
 Both arms unpack into one buffer that was written before, as the package does, so that page faults do not hide the
-difference, and take turns in one process, each round in the other order. Values, packed bytes and scales must be equal
-bit for bit.
+difference, and take turns in one process, each round in the other order. A turn is one call that does not count, which
+wakes the threads and fills the caches with its data, and a few that do: experts follow each other. Values, packed
+bytes and scales must be equal bit for bit.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Result, Row, require_equal
+from benchmarks.case import Case, Result, Row
 from benchmarks.memory import fresh_process
-from benchmarks.timing import milliseconds, time_row
+from benchmarks.timing import Steps, interleave, milliseconds
+from benchmarks.verify import require_equal
 from hf_qmoe.ops import cpu, native, native_library
 from hf_qmoe.ops.formats import codebook, get_format
 
 
 #: Highest accepted time relative to bitsandbytes, by metric.
 TARGETS = {"dequantize": 0.5, "quantize": 0.1}
-_WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,15 @@ def measure(size: Size) -> Result:
     return Result(rows, outputs)
 
 
-def _times(arms: dict[str, Callable[[], Any]], metric: str, config: dict[str, Any], rounds: int) -> list[Row]:
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    order = list(arms.items())
-    for turn in range(_WARM_UP_ROUNDS + rounds):
-        for arm, function in order if turn % 2 else order[::-1]:
-            elapsed = milliseconds(function)
-            if turn >= _WARM_UP_ROUNDS:
-                times[arm].append(elapsed)
-    rows = [time_row(arm, config, metric, t, "bitsandbytes", times["bitsandbytes"]) for arm, t in times.items()]
+def _times(arms: Steps, metric: str, config: dict[str, Any], rounds: int) -> list[Row]:
+    rows = interleave(arms, rounds, alternate=True, clock=_warm).rows(config, metric, "bitsandbytes")
     return [replace(row, target=TARGETS[metric] if row.arm == "native" else None) for row in rows]
+
+
+def _warm(function: Callable[[], Any], calls: int = 3) -> float:
+    """Milliseconds of a call that follows another of the same kind."""
+    function()
+    return milliseconds(lambda: [function() for _ in range(calls)]) / calls
 
 
 def _rates(timed: list[Row], size: int) -> list[Row]:

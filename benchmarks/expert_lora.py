@@ -14,23 +14,25 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from benchmarks import layers
-from benchmarks.case import Case, OutputsDiffer, Result, Row
-from benchmarks.experts_time import error, float_experts
-from benchmarks.layers import Dims, Inputs
+from benchmarks import layers, ours, verify
+from benchmarks.arms import float_experts
+from benchmarks.case import Case, Result, Row, verified_in_run
+from benchmarks.layers import OLMOE, QWEN3_30B, Dims, Inputs
 from benchmarks.memory import PeakRss, fresh_process, peak_of_tensors, settle
-from benchmarks.timing import milliseconds, time_row
+from benchmarks.timing import interleave
 from hf_qmoe.ops.torch_ops import release_scratch
 
 
-OLMOE, QWEN3_30B = Dims(), Dims(experts=128, hidden=2048, intermediate=768, top_k=8)
-ARMS = ("hf_qmoe", "stock_peft")
+BASELINE = "stock_peft"
+ARMS = (ours.DEFAULT, BASELINE)
+#: Highest error against float32 relative to stock PEFT's: both round to bf16, at other places; here also ``x A^T``
+#: between the two products, there ``W + B A``.
+ALLOWED_ERROR = 1.1
 TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 
 #: Highest ratio to stock PEFT, by tokens.
 TIME_TARGETS = {64: 0.30, 512: 0.45, 2048: 0.80}
 MEMORY_TARGETS = {64: 0.30, 512: 0.50, 2048: 0.80}
-_WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def make_arm(arm: str, dims: Dims, rank: int, dtype: torch.dtype = torch.bfloat1
     """An adapted layer with seeded weights and factors; `dtype` is that of the float one."""
     packed = layers.ours(dims, seed=0)
     experts: nn.Module = packed
-    if arm != "hf_qmoe":
+    if arm == ours.DEFAULT:
+        ours.select(packed, arm)
+    else:
         floats = {name: stack.dequantize(dtype) for name, stack in packed.stacks().items()}
         experts = float_experts(dims, "eager" if dtype == torch.float32 else "grouped_mm", floats)
     packed.compute_dtype = torch.bfloat16
@@ -91,32 +95,31 @@ def step(model: nn.Module, given: Inputs) -> dict[str, Tensor]:
     return results
 
 
-def measure_times(size: Size, dims: Dims) -> Result:
-    """Both arms in turns; run it in a fresh process."""
+def measure_times(size: Size, dims: Dims) -> list[Row]:
+    """Verifies both arms, then times them in turns; run it in a fresh process."""
     torch.set_num_threads(size.threads)
     arms = {arm: make_arm(arm, dims, size.rank) for arm in ARMS}
+    check(size, dims, arms)
     rows: list[Row] = []
-    outputs: dict[str, dict[str, Any]] = {arm: {} for arm in (*ARMS, "reference")}
     for tokens in size.tokens:
         given = layers.inputs(dims, tokens, seed=tokens)
-        times: dict[str, list[float]] = {arm: [] for arm in arms}
-        for turn in range(_WARM_UP_ROUNDS + size.rounds):
-            for arm, model in arms.items():
-                elapsed = milliseconds(partial(step, model, given))
-                if turn >= _WARM_UP_ROUNDS:
-                    times[arm].append(elapsed)
-        for arm in arms:
-            row = time_row(arm, _config(size, dims, tokens), "step", times[arm], "stock_peft", times["stock_peft"])
-            rows.append(_with_target(row, TIME_TARGETS, tokens))
-        for arm, model in arms.items():
-            outputs[arm] |= {f"E{dims.experts}_T{tokens}_{k}": v for k, v in step(model, given).items()}
-    del arms
-    reference = make_arm("reference", dims, size.rank, torch.float32)
+        turns = interleave({arm: partial(step, model, given) for arm, model in arms.items()}, size.rounds)
+        timed = turns.rows(_config(size, dims, tokens), "step", BASELINE)
+        rows += [_with_target(row, TIME_TARGETS, tokens) for row in timed]
+    return rows
+
+
+def check(size: Size, dims: Dims, arms: Mapping[str, nn.Module]) -> None:
+    """No output or gradient is further from float32 than stock PEFT's, but for 10 %."""
+    models = {**arms, "reference": make_arm("reference", dims, size.rank, torch.float32)}
+    outputs: dict[str, dict[str, Tensor]] = {arm: {} for arm in models}
     for tokens in size.tokens:
         given = layers.inputs(dims, tokens, seed=tokens)
-        exact = Inputs(given.hidden_states.float(), given.top_k_index, given.top_k_weights.float(), given.grad_output)
-        outputs["reference"] |= {f"E{dims.experts}_T{tokens}_{k}": v for k, v in step(reference, exact).items()}
-    return Result(rows, outputs)
+        for arm, model in models.items():
+            found = step(model, layers.in_float32(given) if arm == "reference" else given)
+            outputs[arm] |= {f"T{tokens}/{name}": value for name, value in found.items()}
+    reference = outputs.pop("reference")
+    verify.require_as_close(outputs, reference, BASELINE, dict.fromkeys(ARMS, ALLOWED_ERROR))
 
 
 def measure_peaks(arm: str, size: Size, dims: Dims, tokens: int) -> dict[str, int]:
@@ -138,69 +141,39 @@ def measure_peaks(arm: str, size: Size, dims: Dims, tokens: int) -> dict[str, in
 def run(size: Size) -> Result:
     """Times of all arms in one process for each size of layer; peaks of each arm in a process of its own."""
     rows: list[Row] = []
-    outputs: dict[str, dict[str, Any]] = {arm: {} for arm in (*ARMS, "reference")}
     for dims in size.dims:
-        timed: Result = fresh_process(measure_times, size, dims)
-        rows += timed.rows
-        for arm, values in timed.outputs.items():
-            outputs[arm] |= values
+        rows += fresh_process(measure_times, size, dims)
         for tokens in size.tokens:
             peaks = {arm: fresh_process(measure_peaks, arm, size, dims, tokens) for arm in ARMS}
             rows += _memory_rows(size, dims, tokens, peaks)
-    return Result(rows, outputs)
+    return Result(rows, {})
 
 
 def _memory_rows(size: Size, dims: Dims, tokens: int, peaks: Mapping[str, Mapping[str, int]]) -> list[Row]:
     rows = []
     for metric in ("peak_rss_anon", "peak_tensors"):
         for arm in ARMS:
-            value, stock = peaks[arm][metric], peaks["stock_peft"][metric]
+            value, stock = peaks[arm][metric], peaks[BASELINE][metric]
             repeats = 1 if metric == "peak_tensors" else size.passes
             ratio = value / stock if stock else None  # a tiny run may fit into holes of the heap
-            row = Row(
-                arm, _config(size, dims, tokens), metric, "bytes", value, "stock_peft", ratio, None, repeats=repeats
-            )
+            row = Row(arm, _config(size, dims, tokens), metric, "bytes", value, BASELINE, ratio, None, repeats=repeats)
             rows.append(_with_target(row, MEMORY_TARGETS, tokens))
     return rows
 
 
 def _with_target(row: Row, targets: Mapping[int, float], tokens: int) -> Row:
-    if row.arm != "hf_qmoe" or tokens not in targets:
+    if row.arm != ours.DEFAULT or tokens not in targets:
         return row
     return Row(**{**row.__dict__, "target": targets[tokens]})
 
 
 def _config(size: Size, dims: Dims, tokens: int) -> dict[str, Any]:
-    return {
-        "T": tokens,
-        "E": dims.experts,
-        "H": dims.hidden,
-        "I": dims.intermediate,
-        "top_k": dims.top_k,
-        "rank": size.rank,
-        "dtype": "bfloat16",
-        "quant_type": "nf4",
-    }
-
-
-def verify(outputs: dict[str, dict[str, Any]]) -> None:
-    """No output or gradient is further from float32 than stock PEFT's, but for 10 %.
-
-    Both round to bf16, at other places: here also ``x A^T`` between the two products, there ``W + B A``. Each kind is
-    compared over all sizes at once: a handful of numbers says little about rounding.
-    """
-    kinds = sorted({name.split("_", 2)[2] for name in outputs["reference"]})
-    for kind in kinds:
-        names = sorted(name for name in outputs["reference"] if name.split("_", 2)[2] == kind)
-        flat = {arm: torch.cat([values[n].double().flatten() for n in names]) for arm, values in outputs.items()}
-        errors = {arm: error(flat[arm], flat["reference"]) for arm in ARMS}
-        if not errors["hf_qmoe"] <= 1.1 * errors["stock_peft"]:
-            raise OutputsDiffer(f"{kind}: errors against float32 are {errors}")
+    return {"T": tokens} | dims.config | {"rank": size.rank, "dtype": "bfloat16", "quant_type": "nf4"}
 
 
 CASE = Case(
     "expert_lora",
     run,
-    verify,
+    verified_in_run,
     {"full": Size(), "toy": Size((Dims(4, 256, 128, 2),), tokens=(16, 64), rank=4, rounds=3, passes=1)},
 )

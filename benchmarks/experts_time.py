@@ -1,8 +1,9 @@
-"""Time of one experts layer, against transformers' bf16 `grouped_mm` and against dequantizing whole stacks.
+"""Time of one experts layer against everything else that computes it, first of all transformers' bf16 `grouped_mm`.
 
-All arms hold the same weights. `whole_stack` is what bitsandbytes' parametrization does: at each use it dequantizes
-all experts, hit or not, and then runs transformers' `grouped_mm`. The arms take turns in one process, so that a busy
-moment of the machine falls on all of them; ratios are medians over the rounds.
+All arms hold the same weights (`benchmarks.arms`), are verified against float32, and take turns in one process, so
+that a busy moment of the machine falls on all of them; ratios are medians over the rounds. At one token the experts
+that were hit are read once and little else is done: what that comes to in GB/s is compared with what the machine can
+read.
 """
 
 from collections.abc import Mapping
@@ -10,155 +11,99 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import bitsandbytes.functional as bnb_functional
 import torch
-from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
-from torch import Tensor, nn
-from transformers import OlmoeConfig
-from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
-from benchmarks import layers
-from benchmarks.case import Case, OutputsDiffer, Result, Row
-from benchmarks.layers import BLOCKSIZE, Dims, Inputs, Layer
+from benchmarks import arms, layers, ours
+from benchmarks.arms import BASELINE, Weights, step
+from benchmarks.bandwidth import read_bandwidth
+from benchmarks.case import Case, Result, Row, verified_in_run
+from benchmarks.layers import OLMOE, QWEN3_30B, Dims, Layer
 from benchmarks.memory import fresh_process
-from benchmarks.timing import milliseconds, time_row
-from hf_qmoe import ExpertsNbit
+from benchmarks.timing import Turns, interleave
 
 
-ARMS = ("hf_qmoe", "bf16_grouped_mm", "whole_stack")
 MODES = ("forward", "forward_backward")
-_WARM_UP_ROUNDS = 2
+COMPETITORS = ("whole_stack", "experts4bit_qlora")  # other ways to use packed experts; ours is compared with each
 
 
 @dataclass(frozen=True)
 class Size:
-    """What to run."""
+    """What to run. From `many_tokens` on there are fewer rounds; an arm whose call takes longer than `limit_ms` is
+    left out there, but for ours and the baseline.
+    """
 
-    dims: Dims = field(default_factory=Dims)
-    tokens: tuple[int, ...] = (1, 8, 64, 512)
-    rounds: int = 11
+    dims: tuple[Dims, ...] = (OLMOE, QWEN3_30B)
+    tokens: tuple[int, ...] = (1, 8, 64, 512, 2048)
+    rounds: int = 15
+    many_tokens: int = 512
+    rounds_of_many: int = 7
+    limit_ms: float = 2000.0
+    bandwidth_bytes: int = 1 << 30
     threads: int = field(default_factory=torch.get_num_threads)
 
 
-def float_experts(dims: Dims, implementation: str, stacks: Mapping[str, Tensor]) -> OlmoeExperts:
-    """transformers' own experts module of size `dims`, with frozen float `stacks` by parameter name."""
-    config = OlmoeConfig(hidden_size=dims.hidden, intermediate_size=dims.intermediate, num_experts=dims.experts)
-    config._experts_implementation = implementation
-    with torch.device("meta"):
-        module = OlmoeExperts(config)
-    for name, weights in stacks.items():
-        setattr(module, name, nn.Parameter(weights, requires_grad=False))
-    return module
-
-
-def _whole_stack(dims: Dims, packed: ExpertsNbit) -> OlmoeExperts:
-    module = float_experts(dims, "grouped_mm", {})
-    for name, stack in packed.stacks().items():
-        setattr(module, name, nn.Parameter(stack.packed.view(-1, 1), requires_grad=False))
-        assert stack.absmax is not None
-        state = bnb_functional.QuantState(
-            stack.absmax.flatten(),
-            shape=torch.Size((stack.num_experts, stack.out_features, stack.in_features)),
-            code=bnb_functional.get_4bit_type("nf4", device="cpu"),
-            blocksize=BLOCKSIZE,
-            quant_type="nf4",
-            dtype=torch.bfloat16,
-        )
-        replace_parameter_4bit_prequantized(module, name, state.as_dict(), torch.device("cpu"))
-    return module
-
-
-def make_arms(dims: Dims) -> dict[str, Layer]:
-    """The layers by arm name, all with the same weights."""
-    packed = layers.ours(dims, seed=0)
-    floats = {name: stack.dequantize(torch.bfloat16) for name, stack in packed.stacks().items()}
-    return {
-        "hf_qmoe": packed,
-        "bf16_grouped_mm": float_experts(dims, "grouped_mm", floats),
-        "whole_stack": _whole_stack(dims, packed),
-    }
-
-
-def step(layer: Layer, given: Inputs, mode: str) -> dict[str, Tensor]:
-    """One call in `mode`; returns the output, and the gradients if there are any."""
-    if mode == "forward":
-        with torch.no_grad():
-            return {"output": layer(given.hidden_states, given.top_k_index, given.top_k_weights)}
-    hidden = given.hidden_states.detach().requires_grad_(True)
-    weights = given.top_k_weights.detach().requires_grad_(True)
-    output = layer(hidden, given.top_k_index, weights)
-    output.backward(given.grad_output.to(output.dtype))
-    assert hidden.grad is not None
-    assert weights.grad is not None
-    return {"output": output.detach(), "grad_hidden": hidden.grad, "grad_weights": weights.grad}
-
-
-def measure(size: Size) -> Result:
-    """Times all arms in turns; run it in a fresh process."""
+def measure(size: Size, dims: Dims) -> Result:
+    """Verifies all arms, then times them in turns; run it in a fresh process."""
     torch.set_num_threads(size.threads)
-    arms = make_arms(size.dims)
-    rows: list[Row] = []
-    outputs: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
+    weights = Weights(dims)
+    made, notes = arms.make_arms(weights)
+    arms.check(weights, made, size.tokens)
+    bandwidth = read_bandwidth(size.bandwidth_bytes)
+    rows = [bandwidth]
     for tokens in size.tokens:
-        given = layers.inputs(size.dims, tokens, seed=tokens)
+        given = layers.inputs(dims, tokens, seed=tokens)
+        config = {"T": tokens} | dims.config
         for mode in MODES:
-            times: dict[str, list[float]] = {arm: [] for arm in arms}
-            for turn in range(_WARM_UP_ROUNDS + size.rounds):
-                for arm, layer in arms.items():
-                    elapsed = milliseconds(partial(step, layer, given, mode))
-                    if turn >= _WARM_UP_ROUNDS:
-                        times[arm].append(elapsed)
-            rows += _rows(size, tokens, mode, times)
-        for arm, layer in arms.items():
-            outputs[arm] |= {f"T{tokens}_{k}": v for k, v in step(layer, given, "forward_backward").items()}
-    outputs["reference"] = _reference(size, arms["hf_qmoe"])
-    return Result(rows, outputs)
+            present = {
+                arm: layer for arm, layer in made.items() if mode == "forward" or arm not in ours.INFERENCE_ONLY
+            }
+            fitting = arms.fitting(present, dims, tokens)
+            steps = {arm: partial(step, layer, given, mode) for arm, layer in fitting.items()}
+            rounds = size.rounds if tokens < size.many_tokens else size.rounds_of_many
+            turns = interleave(steps, rounds, limit_ms=size.limit_ms, keep=(BASELINE, *ours.VARIANTS))
+            notes += left_out(present, turns, f"{mode} at E={dims.experts}, T={tokens}", size.limit_ms)
+            timed = turns.rows(config, mode, BASELINE)
+            rows += [ours.with_time_target(row, mode, tokens) for row in timed]
+            for other in COMPETITORS:
+                rows += [row for row in turns.rows(config, mode, other) if row.arm in ours.VARIANTS]
+            if (tokens, mode) == (1, "forward"):
+                rows += [_read_rate(row, weights, bandwidth) for row in timed if row.arm in ours.VARIANTS]
+    return Result(rows, {}, notes)
 
 
-def _reference(size: Size, packed: Layer) -> dict[str, Tensor]:
-    """The model's own eager experts in float32 on the dequantized weights."""
-    assert isinstance(packed, ExpertsNbit)
-    floats = {name: stack.dequantize(torch.float32) for name, stack in packed.stacks().items()}
-    reference = float_experts(size.dims, "eager", floats)
-    outputs = {}
-    for tokens in size.tokens:
-        given = layers.inputs(size.dims, tokens, seed=tokens)
-        exact = Inputs(given.hidden_states.float(), given.top_k_index, given.top_k_weights.float(), given.grad_output)
-        outputs |= {f"T{tokens}_{k}": v for k, v in step(reference, exact, "forward_backward").items()}
-    return outputs
+def left_out(made: Mapping[str, Layer], turns: Turns, where: str, limit_ms: float) -> list[str]:
+    """A note for each arm that was not timed."""
+    slow = [f"{arm}: left out of {where}, a call takes {t / 1e3:.1f} s" for arm, t in turns.dropped.items()]
+    large = made.keys() - turns.times.keys() - turns.dropped.keys()
+    return slow + [f"{arm}: left out of {where}, it would copy gigabytes of weights" for arm in sorted(large)]
 
 
-def _rows(size: Size, tokens: int, mode: str, times: Mapping[str, list[float]]) -> list[Row]:
-    compared = [(arm, "bf16_grouped_mm") for arm in times] + [("hf_qmoe", "whole_stack")]
-    dims = size.dims
-    config = {"T": tokens, "E": dims.experts, "H": dims.hidden, "I": dims.intermediate, "top_k": dims.top_k}
-    return [time_row(arm, config, mode, times[arm], baseline, times[baseline]) for arm, baseline in compared]
+def _read_rate(row: Row, weights: Weights, bandwidth: Row) -> Row:
+    """Packed bytes and scales of the experts that one token hits, over the time of the call."""
+    stored = sum(parameter.nbytes for parameter in weights.packed.parameters())
+    rate = stored * weights.dims.top_k / weights.dims.experts / row.value / 1e6
+    ratio = rate / bandwidth.value
+    return Row(row.arm, row.config, "read_rate", "GB/s", rate, "read_bandwidth", ratio, repeats=row.repeats)
 
 
 def run(size: Size) -> Result:
-    """`measure` in a process of its own."""
-    result: Result = fresh_process(measure, size)
-    return result
+    """`measure` in a process of its own for each size of layer."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    for dims in size.dims:
+        result: Result = fresh_process(measure, size, dims)
+        rows += result.rows
+        notes += result.notes
+    outputs: dict[str, dict[str, Any]] = {}
+    return Result(rows, outputs, list(dict.fromkeys(notes)))
 
 
-def error(values: Tensor, reference: Tensor) -> float:
-    """Relative distance in the Frobenius norm."""
-    return ((values - reference).norm() / reference.norm()).item()
-
-
-def verify(outputs: dict[str, dict[str, Any]]) -> None:
-    """No arm is further from float32 than transformers' `grouped_mm` is (5 % allowed, as all of them round to bf16).
-
-    Each kind of output is compared over all T at once: a handful of numbers says little about rounding.
-    """
-    kinds = sorted({name.partition("_")[2] for name in outputs["reference"]})
-    for kind in kinds:
-        names = sorted(name for name in outputs["reference"] if name.partition("_")[2] == kind)
-        flat = {arm: torch.cat([values[name].double().flatten() for name in names]) for arm, values in outputs.items()}
-        errors = {arm: error(values, flat["reference"]) for arm, values in flat.items()}
-        allowed = 1.05 * errors["bf16_grouped_mm"]
-        if any(not e <= allowed for e in errors.values()):
-            raise OutputsDiffer(f"{kind}: errors against float32 are {errors}, allowed is {allowed:.3g}")
-
-
-CASE = Case("experts_time", run, verify, {"full": Size(), "toy": Size(Dims(4, 64, 64, 2), tokens=(1, 16), rounds=7)})
+CASE = Case(
+    "experts_time",
+    run,
+    verified_in_run,
+    {
+        "full": Size(),
+        "toy": Size((Dims(4, 64, 64, 2),), tokens=(1, 16), rounds=7, bandwidth_bytes=1 << 20),
+    },
+)

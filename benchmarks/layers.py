@@ -41,6 +41,14 @@ class Dims:
         """Logical weights of a layer."""
         return sum(self.experts * rows * columns for rows, columns in self.stacks.values())
 
+    @property
+    def config(self) -> dict[str, int]:
+        """What rows record of it."""
+        return {"E": self.experts, "H": self.hidden, "I": self.intermediate, "top_k": self.top_k}
+
+
+OLMOE, QWEN3_30B = Dims(), Dims(experts=128, hidden=2048, intermediate=768, top_k=8)
+
 
 class Layer(Protocol):
     """Called as transformers calls its experts modules."""
@@ -162,3 +170,8 @@ def inputs(dims: Dims, tokens: int, seed: int) -> Inputs:
         (scores / scores.sum(dim=-1, keepdim=True)).bfloat16(),
         torch.randn(tokens, dims.hidden, generator=generator).bfloat16(),
     )
+
+
+def in_float32(given: Inputs) -> Inputs:
+    """The same inputs for a reference."""
+    return Inputs(given.hidden_states.float(), given.top_k_index, given.top_k_weights.float(), given.grad_output)

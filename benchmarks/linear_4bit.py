@@ -17,16 +17,16 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 
 import hf_qmoe
-from benchmarks.case import Case, Result, Row, require_equal
+from benchmarks.case import Case, Result, Row
 from benchmarks.memory import fresh_process, peak_of_tensors
-from benchmarks.timing import milliseconds, time_row
+from benchmarks.timing import interleave
+from benchmarks.verify import require_equal
 from hf_qmoe.ops.torch_ops import release_scratch
 
 
 Product = Callable[[Tensor, Tensor, QuantState], Tensor]
 ARMS: Mapping[str, Product] = {"hf_qmoe": hf_qmoe.matmul_4bit, "bitsandbytes": bitsandbytes.matmul_4bit}
 TARGET = 1.05
-_WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,8 @@ def measure(size: Size) -> Result:
 
 
 def _times(size: Size, problem: _Problem, config: dict[str, Any]) -> list[Row]:
-    times: dict[str, list[float]] = {arm: [] for arm in size.arms}
-    arms = list(size.arms.items())
-    for turn in range(_WARM_UP_ROUNDS + size.rounds):
-        for arm, product in arms if turn % 2 else arms[::-1]:
-            elapsed = milliseconds(partial(problem.step, product))
-            if turn >= _WARM_UP_ROUNDS:
-                times[arm].append(elapsed)
-    baseline = times["bitsandbytes"]
-    return [time_row(arm, config, "forward_backward", t, "bitsandbytes", baseline) for arm, t in times.items()]
+    steps = {arm: partial(problem.step, product) for arm, product in size.arms.items()}
+    return interleave(steps, size.rounds, alternate=True).rows(config, "forward_backward", "bitsandbytes")
 
 
 def _peaks(size: Size, problem: _Problem, config: dict[str, Any]) -> list[Row]:

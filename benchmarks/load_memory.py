@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.case import Case, Result, Row, require_equal
+from benchmarks.case import Case, Result, Row
 from benchmarks.memory import PeakRss, fresh_process, mapped_bytes, peak_of_tensors, settle, status_bytes
+from benchmarks.verify import require_equal
 from hf_qmoe import ExpertsNbit, QMoEConfig
 from hf_qmoe.memory import quant_state_tensors
 

@@ -76,3 +76,24 @@ def latest(path: Path) -> list[tuple[Row, dict[str, str]]]:
     for row, origin in read(path):
         newest[row.arm, json.dumps(row.config), row.metric, row.baseline] = (row, origin)
     return list(newest.values())
+
+
+def current(path: Path) -> list[tuple[Row, dict[str, str]]]:
+    """`latest`, without arms that the newest run no longer has."""
+    rows = latest(path)
+    newest = max((origin["date"] for _, origin in rows), default="")
+    arms = {row.arm for row, origin in rows if origin["date"] == newest}
+    return [(row, origin) for row, origin in rows if row.arm in arms]
+
+
+def files(directory: Path, cases: Iterable[str] = ()) -> list[Path]:
+    """The results files in `directory`, or those of `cases`.
+
+    Raises:
+        FileNotFoundError: a case of which nothing is recorded.
+    """
+    chosen = [directory / f"{case}.csv" for case in cases]
+    for path in chosen:
+        if not path.exists():
+            raise FileNotFoundError(f"nothing is recorded in {path}")
+    return chosen or sorted(directory.glob("*.csv"))

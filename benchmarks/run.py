@@ -18,9 +18,11 @@ if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = _ROOT
 
 from benchmarks import results  # noqa: E402
-from benchmarks.case import Case, OutputsDiffer, Row  # noqa: E402
+from benchmarks.case import Case, Row  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.registry import CASES  # noqa: E402
+from benchmarks.table import meets_target, table  # noqa: E402
+from benchmarks.verify import OutputsDiffer  # noqa: E402
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -49,31 +51,11 @@ def run_case(case: Case, size: str, directory: Path | None) -> list[Row]:
     result = case.run(case.sizes[size])
     case.verify(result.outputs)
     print(table(case.name, result.rows))
+    for note in result.notes:
+        print(f"  {note}")
     if directory is not None:
         results.append(directory / f"{case.name}.csv", result.rows, origin)
     return result.rows
-
-
-def table(title: str, rows: Sequence[Row]) -> str:
-    """Rows as text, their configs reduced to what varies."""
-    varying = [key for key in rows[0].config if len({str(row.config.get(key)) for row in rows}) > 1]
-    header = ["arm", *varying, "metric", "value", "p20-p80", "ratio", "to", "target"]
-    cells = [header]
-    for row in rows:
-        spread = "" if row.p20 is None or row.p80 is None else f"{row.p20:.2f}-{row.p80:.2f}"
-        value = f"{row.value / 1e6:.1f} MB" if row.unit == "bytes" else f"{row.value:.2f} {row.unit}"
-        target = "" if row.target is None else f"<= {row.target:g} {'met' if meets_target(row) else 'MISSED'}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        config = [str(row.config.get(key, "")) for key in varying]
-        cells.append([row.arm, *config, row.metric, value, spread, ratio, row.baseline, target])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([f"\n{title}", *lines])
-
-
-def meets_target(row: Row) -> bool:
-    """True for rows without a target."""
-    return row.target is None or (row.ratio is not None and row.ratio <= row.target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

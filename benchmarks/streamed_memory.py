@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import hf_qmoe
-from benchmarks.case import Case, Result, Row, require_equal
+from benchmarks.case import Case, Result, Row
+from benchmarks.verify import require_equal
 from examples.streamed_weights import (
     EXPERTS,
     TOP_K,

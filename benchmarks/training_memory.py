@@ -6,6 +6,7 @@ hidden states and the routing weights.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import layers
-from benchmarks.case import Case, Result, Row, require_equal
+from benchmarks.case import Case, Result, Row
 from benchmarks.layers import Dims, MakeLayer
 from benchmarks.memory import PeakRss, fresh_process, peak_of_tensors, settle
+from benchmarks.verify import require_equal
 from hf_qmoe.ops.torch_ops import release_scratch
 
 
@@ -40,15 +42,26 @@ class Size:
     arms: Mapping[str, MakeLayer] = field(default_factory=lambda: dict(ARMS))
 
 
-class _Stack:
-    """Layers with residual connections, each with its own routing, and one forward and backward through them."""
+class Stack:
+    """Layers with residual connections, each with its own routing, and one forward and backward through them.
 
-    def __init__(self, make_layer: MakeLayer, size: Size, depth: int) -> None:
-        self.layers = [make_layer(size.dims, seed) for seed in range(depth)]
-        self.inputs = [layers.inputs(size.dims, size.tokens, 100 + seed) for seed in range(depth)]
+    With `exact`, inputs are in float32.
+    """
+
+    def __init__(self, make_layer: MakeLayer, dims: Dims, tokens: int, depth: int, exact: bool = False) -> None:
+        self.layers = [make_layer(dims, seed) for seed in range(depth)]
+        self.inputs = [layers.inputs(dims, tokens, 100 + seed) for seed in range(depth)]
+        if exact:
+            self.inputs = [layers.in_float32(given) for given in self.inputs]
         self.leaves = [self.inputs[0].hidden_states, *(i.top_k_weights for i in self.inputs)]
         for leaf in self.leaves:
             leaf.requires_grad_(True)
+
+    def first(self, depth: int) -> "Stack":
+        """The first `depth` of the layers, the same objects."""
+        stack = copy(self)
+        stack.layers, stack.inputs, stack.leaves = self.layers[:depth], self.inputs[:depth], self.leaves[: depth + 1]
+        return stack
 
     def step(self) -> Tensor:
         """Output ``[T, H]``; gradients are left on the leaves."""
@@ -57,7 +70,7 @@ class _Stack:
         hidden = self.leaves[0]
         for layer, given in zip(self.layers, self.inputs, strict=True):
             hidden = hidden + layer(hidden, given.top_k_index, given.top_k_weights)
-        hidden.backward(self.inputs[0].grad_output)
+        hidden.backward(self.inputs[0].grad_output.to(hidden.dtype))
         return hidden.detach()
 
     def outputs(self) -> dict[str, Tensor]:
@@ -76,7 +89,7 @@ class _Stack:
 def measure(make_layer: MakeLayer, size: Size, depth: int) -> dict[str, Any]:
     """Peaks above the resting state (layers and inputs made, one warm-up step) and outputs of one arm."""
     torch.set_num_threads(size.threads)
-    stack = _Stack(make_layer, size, depth)
+    stack = Stack(make_layer, size.dims, size.tokens, depth)
     outputs = stack.outputs()
     anonymous, total = [], []
     for _ in range(size.passes):
@@ -148,17 +161,7 @@ def _growth(size: Size, measured: Mapping[tuple[str, int], dict[str, Any]]) -> l
 
 
 def _config(size: Size, depth: int | str) -> dict[str, Any]:
-    dims = size.dims
-    return {
-        "depth": depth,
-        "E": dims.experts,
-        "H": dims.hidden,
-        "I": dims.intermediate,
-        "top_k": dims.top_k,
-        "T": size.tokens,
-        "dtype": "bfloat16",
-        "quant_type": "nf4",
-    }
+    return {"depth": depth, **size.dims.config, "T": size.tokens, "dtype": "bfloat16", "quant_type": "nf4"}
 
 
 def verify(outputs: dict[str, dict[str, Any]]) -> None:

@@ -5,7 +5,35 @@ from typing import Any
 
 import pytest
 
-from benchmarks import experts_time, linear_4bit, load_memory, training_memory
+from benchmarks import (
+    convergence,
+    cpu_kernels,
+    decode,
+    expert_lora,
+    experts_time,
+    growth,
+    linear_4bit,
+    llama,
+    load_memory,
+    prequantized_load,
+    quantize_disk,
+    training_memory,
+)
+
+
+SPAWNING = (
+    convergence,
+    cpu_kernels,
+    decode,
+    expert_lora,
+    experts_time,
+    growth,
+    linear_4bit,
+    load_memory,
+    prequantized_load,
+    quantize_disk,
+    training_memory,
+)
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -14,6 +42,8 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (experts_time, linear_4bit, load_memory, training_memory):
+    for module in SPAWNING:
         monkeypatch.setattr(module, "fresh_process", _call)
-    monkeypatch.setattr(load_memory, "disable_progress_bar", lambda: None)  # other tests keep theirs
+    monkeypatch.setenv(llama.VARIABLE, "no such interpreter")
+    for module in (decode, load_memory, prequantized_load, quantize_disk):
+        monkeypatch.setattr(module, "disable_progress_bar", lambda: None)  # other tests keep theirs

@@ -1,20 +1,40 @@
 """Each case at toy size: rows, provenance, verification of outputs with a fault injected, recording."""
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import QuantState
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks import experts_time, layers, linear_4bit, load_memory, results, run, training_memory
-from benchmarks.case import Case, OutputsDiffer, Result, Row
-from benchmarks.layers import Dims, Layer
+from benchmarks import (
+    arms,
+    decode,
+    expert_lora,
+    experts_time,
+    growth,
+    layers,
+    linear_4bit,
+    load_memory,
+    ours,
+    prequantized_load,
+    quantize_disk,
+    results,
+    run,
+    training_memory,
+)
+from benchmarks.arms import Arm, Weights
+from benchmarks.case import Case, Result, Row
+from benchmarks.layers import Dims
 from benchmarks.registry import CASES
+from benchmarks.verify import OutputsDiffer
 from hf_qmoe import ExpertsNbit, matmul_4bit
 
 
@@ -27,7 +47,14 @@ ORIGIN = {
 ARMS = {
     "training_memory": {"hf_qmoe", "parametrized", "plain"},
     "load_memory": {"bf16", "nf4", "nf4_reload"},
-    "experts_time": {"hf_qmoe", "bf16_grouped_mm", "whole_stack"},
+    "prequantized_load": {"hf_qmoe", "read_file", "bf16", "bf16_fused"},
+    "experts_time": {
+        *("machine", *ours.VARIANTS, "bf16_grouped_mm", "bf16_eager", "bf16_batched_mm", "whole_stack"),
+        *(["experts4bit_qlora"] if find_spec("experts4bit_qlora") else []),
+    },
+    "growth": {"hf_qmoe", "bf16_grouped_mm", "plain", "stock_peft"},
+    "decode": {*ours.VARIANTS, "hf_qmoe_and_linears", "bf16_grouped_mm", "bf16_eager", "bf16_batched_mm"},
+    "quantize_disk": {"hf_qmoe", "bitsandbytes"},
     "convergence": {"hf_qmoe", "stock_peft"},
     "expert_lora": {"hf_qmoe", "stock_peft"},
     "streamed_memory": {"recycled", "private"},
@@ -81,19 +108,52 @@ def _broken_load(monkeypatch: pytest.MonkeyPatch) -> Case:
     return load_memory.CASE
 
 
-def _broken_time(monkeypatch: pytest.MonkeyPatch) -> Case:
-    make_arms = experts_time.make_arms
+def _broken_reload(monkeypatch: pytest.MonkeyPatch) -> Case:
+    load = prequantized_load._load
 
-    def with_a_fault(dims: Dims) -> dict[str, Layer]:
-        return make_arms(dims) | {"hf_qmoe": _one_scale_off(dims, 0)}
+    def flip_a_bit(folder: Path, **quantization: Any) -> PreTrainedModel:
+        model = load(folder, **quantization)
+        if folder.parent.name == "packed":
+            model.lm_head.weight.data.view(torch.uint8)[0, 0] ^= 1
+        return model
 
-    def reference(size: experts_time.Size, packed: Layer) -> Any:
-        return whole(size, layers.ours(size.dims, 0))
+    monkeypatch.setattr(prequantized_load, "_load", flip_a_bit)
+    return prequantized_load.CASE
 
-    whole = experts_time._reference
-    monkeypatch.setattr(experts_time, "make_arms", with_a_fault)
-    monkeypatch.setattr(experts_time, "_reference", reference)
+
+def _wrong_scales(module: nn.Module, arm: str) -> None:
+    for experts in module.modules():
+        if isinstance(experts, ExpertsNbit):
+            absmax = experts.stack("down_proj").absmax
+            assert absmax is not None
+            absmax[0].mul_(1.5)
+
+
+def _broken_variant(case: Case) -> Callable[[pytest.MonkeyPatch], Case]:
+    """Our layer has a wrong scale, wherever the case makes it."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch) -> Case:
+        monkeypatch.setattr(ours, "select", _wrong_scales)
+        return case
+
+    broken.__name__ = f"_broken_{case.name}"
+    return broken
+
+
+def _broken_competitor(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Not only ours are verified."""
+    broken = Arm(lambda weights: arms.ARMS["whole_stack"].make(Weights(weights.dims, weights.seed + 1)))
+    monkeypatch.setitem(arms.ARMS, "bf16_eager", broken)  # type: ignore[arg-type]
     return experts_time.CASE
+
+
+def _broken_files(monkeypatch: pytest.MonkeyPatch) -> Case:
+    def measure(*args: Any) -> dict[str, Any]:
+        kernels = os.environ["HF_QMOE_CPU_KERNELS"]
+        return {"pack": 1.0, "written": 1, "digests": {"model.safetensors": f"packed with {kernels}"}}
+
+    monkeypatch.setattr(quantize_disk, "measure", measure)
+    return quantize_disk.CASE
 
 
 def _one_gradient_off(x: Tensor, packed: Tensor, state: QuantState) -> Tensor:
@@ -106,7 +166,13 @@ def _broken_linear(monkeypatch: pytest.MonkeyPatch) -> Case:
     return replace(linear_4bit.CASE, sizes={"toy": replace(linear_4bit.CASE.sizes["toy"], arms=arms)})
 
 
-@pytest.mark.parametrize("broken", [_broken_training, _broken_load, _broken_time, _broken_linear])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(_broken_training, _broken_load, _broken_reload, _broken_linear, _broken_competitor, _broken_files),
+        *map(_broken_variant, (experts_time.CASE, expert_lora.CASE, growth.CASE, decode.CASE)),
+    ],
+)
 def test_an_arm_that_computes_something_else_is_not_recorded(
     broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +182,27 @@ def test_an_arm_that_computes_something_else_is_not_recorded(
     assert run.main([case.name, "--size", "toy", "--results", str(tmp_path)]) == 1
     assert "outputs differ" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arm_that_cannot_be_had_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are measured, and the run says which was left out."""
+    monkeypatch.setattr(arms, "find_spec", lambda name: None if name == "experts4bit_qlora" else find_spec(name))
+    assert run.main(["experts_time", "decode", "--size", "toy"]) == 0
+    printed = capsys.readouterr().out
+    assert "experts4bit_qlora: left out, the package experts4bit_qlora is not installed" in printed
+    assert "llama_cpp: left out, there is no interpreter that has it" in printed
+
+
+def test_slow_and_large_arms_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that take too long for a call, or too much memory; never ours or the baseline."""
+    monkeypatch.setattr(arms, "_SCRATCH_BYTES", 1 << 19)
+    size = replace(experts_time.CASE.sizes["toy"], limit_ms=0.0)
+    result = experts_time.run(size)
+    assert {row.arm for row in result.rows} == {"machine", "bf16_grouped_mm", *ours.VARIANTS}
+    assert any("bf16_eager: left out of forward at E=4, T=1, a call takes 0.0 s" in note for note in result.notes)
+    assert "bf16_batched_mm: left out of forward at E=4, T=16, it would copy gigabytes of weights" in result.notes
 
 
 def test_verify_compares_bit_for_bit() -> None:
@@ -148,4 +235,4 @@ def test_unknown_case_names_those_that_exist(capsys: pytest.CaptureFixture[str])
     """argparse's exit status and message."""
     with pytest.raises(SystemExit, match="2"):
         run.main(["trainig_memory"])
-    assert "training_memory, load_memory, experts_time" in capsys.readouterr().err
+    assert "training_memory, load_memory, quantize_disk" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import expert_lora, load_memory, results, run, training_memory
+from benchmarks import expert_lora, experts_time, load_memory, results, run, training_memory
 from benchmarks.case import Row
 from benchmarks.registry import CASES
 
@@ -86,10 +86,10 @@ def test_recorded_checkpoint_is_large_enough_to_tell() -> None:
 
 def test_recorded_times_cover_every_size() -> None:
     """Both modes at each T, medians of at least seven rounds with their spread."""
-    rows = _recorded("experts_time")
-    assert {(row.config["T"], row.metric) for row in rows} == {
-        (tokens, mode) for tokens in (1, 8, 64, 512) for mode in ("forward", "forward_backward")
-    }
+    rows = [row for row in _recorded("experts_time") if row.unit == "ms"]
+    for experts in {row.config["E"] for row in rows}:
+        measured = {(row.config["T"], row.metric) for row in rows if row.config["E"] == experts}
+        assert measured >= {(tokens, mode) for tokens in (1, 8, 64, 512) for mode in experts_time.MODES}
     for row in rows:
         assert row.repeats >= 7
         assert row.p20 is not None

@@ -18,10 +18,10 @@ CONSTRAIN = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test sweep native sanitize floor bench plots llama check lint types layers format clean
+.PHONY: help demo test sweep native sanitize emulate-amx floor bench plots llama check lint types layers format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.stamp-demo-model  ## train a small real MoE in 4 bit on the CPU, start to finish
 	HF_HUB_OFFLINE=1 $(PY) examples/demo.py $(ARGS)
@@ -42,6 +42,11 @@ sanitize: $(VENV)/.stamp-test  ## run the tests of the CPU kernels with address 
 		HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_sanitize.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		$(PY) -m pytest -q tests/ops/test_native.py tests/ops/test_products.py tests/ops/test_combine.py tests/ops/test_lora.py \
 		-k "not every_mode" $(ARGS)
+
+emulate-amx: $(VENV)/.stamp-test  ## run the tests of products with AMX, its instructions emulated
+	$(PY) hf_qmoe/ops/build_native.py --emulate-amx
+	HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_amx_emulated.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(PY) -m pytest -q tests/ops/test_amx.py tests/ops/test_products.py -k amx $(ARGS)
 
 # The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
 FLOOR := bitsandbytes==0.48.0 peft==0.20.0

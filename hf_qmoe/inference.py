@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
@@ -63,8 +64,9 @@ def needs_bits(exact: bool | None, training: bool, *tensors: Tensor | None) -> b
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to see a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Whether autograd has to see a call with these tensors, backward or forward (which does not mark a tensor)."""
+    is_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return is_backward or forward_ad._current_level >= 0
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels in ``csrc``: ``python -m hf_qmoe.ops.build_native [--sanitize]``.
+"""Compiles the CPU kernels in ``csrc``: ``python -m hf_qmoe.ops.build_native [--sanitize] [--emulate-amx]``.
 
 The library lands beside this file, for installs of every kind: the build hook of the package, the Makefile and the
 command line all come here. This file needs the standard library only, since the hook runs before anything else is
@@ -14,21 +14,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "csrc"
 
-#: The library, and the one built with ``--sanitize``. Neither is under version control.
+#: The library, and the ones built with ``--sanitize`` and ``--emulate-amx``. None is under version control.
 LIBRARY = _HERE / "_native.so"
 SANITIZED_LIBRARY = _HERE / "_native_sanitize.so"
+EMULATED_LIBRARY = _HERE / "_native_amx_emulated.so"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi")
 # By the end of a source file's name. Files with another end are compiled for any processor.
-_X86_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
+_AVX512BF16 = (*_AVX512, "-mavx512bf16")
+_AMX = ("-mamx-tile", "-mamx-bf16")
+_X86_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": _AVX512BF16, "amx": (*_AVX512BF16, *_AMX)}
 # Results are to be the same for every instruction set: a product and a sum are fused where the source says so only.
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -37,6 +40,7 @@ _FLAGS = (
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
 _OPTIMIZE = ("-O3",)
+_EMULATE = ("-O1",)  # compiling takes longer than the tests
 _SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -60,12 +64,14 @@ def find_compiler() -> list[str] | None:
     return next(([name] for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 
 
-def build(sanitize: bool = False, output: Path | None = None) -> Path:
+def build(sanitize: bool = False, output: Path | None = None, emulate_amx: bool = False) -> Path:
     """Compiles and links the library.
 
     Args:
         sanitize: with address and undefined behaviour checks, slow, for the tests.
-        output: where to; by default `LIBRARY` or `SANITIZED_LIBRARY`. A library there is replaced only on success.
+        output: where to; by default `LIBRARY`, `SANITIZED_LIBRARY` or, whether sanitized or not, `EMULATED_LIBRARY`.
+            A library there is replaced only on success.
+        emulate_amx: for the tests: AMX instructions computed in C++, on any processor with AVX512-BF16.
 
     Returns:
         The path of the library.
@@ -80,34 +86,53 @@ def build(sanitize: bool = False, output: Path | None = None) -> Path:
         raise BuildError(f"CXX={os.environ['CXX']} is not a command; unset it to try g++, clang++ and c++")
     if compiler is None:
         raise BuildError("no C++ compiler found: g++, clang++ or c++")
-    target = output or (SANITIZED_LIBRARY if sanitize else LIBRARY)
-    mode = _SANITIZE if sanitize else _OPTIMIZE
+    target = output or (EMULATED_LIBRARY if emulate_amx else SANITIZED_LIBRARY if sanitize else LIBRARY)
+    mode = _SANITIZE if sanitize else _EMULATE if emulate_amx else _OPTIMIZE
+    flags, defines = dict(_X86_FLAGS), [f'-DHF_QMOE_SOURCE_DIGEST="{source_digest()}"']
+    if emulate_amx:
+        flags["amx"] = _AVX512BF16
+        defines.append("-DHF_QMOE_EMULATE_AMX")
+    elif not _takes(compiler, _AMX):
+        del flags["amx"]
+        defines.append("-DHF_QMOE_NO_AMX")
+    units = _units(flags)
     try:
-        _compile([*compiler, *mode, "-fopenmp"], target)
+        _compile([*compiler, *mode, "-fopenmp"], units, defines, target)
     except BuildError:
-        _compile([*compiler, *mode], target)  # clang often comes without OpenMP; the kernels then use one thread
+        # clang often comes without OpenMP; the kernels then use one thread
+        _compile([*compiler, *mode], units, defines, target)
     return target
 
 
-def _units() -> list[tuple[str, tuple[str, ...]]]:
-    """Source files and their own flags."""
+def _takes(compiler: Sequence[str], flags: Sequence[str]) -> bool:
+    """Whether the compiler knows these flags: GCC before 11 has no AMX."""
+    try:
+        _run([*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
+
+
+def _units(x86_flags: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Source files and their own flags; those of an instruction set without flags are left out."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     units: list[tuple[str, tuple[str, ...]]] = []
     for name in sorted(path.stem for path in SOURCES.glob("*.cpp")):
         instruction_set = name.rpartition("_")[2]
         if instruction_set not in _X86_FLAGS:
             units.append((name, ()))
-        elif is_x86:
-            units.append((name, _X86_FLAGS[instruction_set]))
+        elif is_x86 and instruction_set in x86_flags:
+            units.append((name, x86_flags[instruction_set]))
     return units
 
 
-def _compile(command: list[str], target: Path) -> None:
-    defines = [f'-DHF_QMOE_SOURCE_DIGEST="{source_digest()}"']
+def _compile(
+    command: list[str], units: list[tuple[str, tuple[str, ...]]], defines: Sequence[str], target: Path
+) -> None:
     # Linked beside its destination and moved over it: a process that has the old library open keeps it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-build-") as folder:
         objects = []
-        for name, flags in _units():
+        for name, flags in units:
             objects.append(f"{folder}/{name}.o")
             _run([*command, *_FLAGS, *defines, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
         linked = Path(folder) / target.name
@@ -132,8 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m hf_qmoe.ops.build_native", description="Compiles the CPU kernels."
     )
     parser.add_argument("--sanitize", action="store_true", help=f"build {SANITIZED_LIBRARY.name} with checks")
+    parser.add_argument("--emulate-amx", action="store_true", help=f"build {EMULATED_LIBRARY.name}, for the tests")
+    options = parser.parse_args(arguments)
     try:
-        library = build(parser.parse_args(arguments).sanitize)
+        library = build(options.sanitize, emulate_amx=options.emulate_amx)
     except BuildError as error:
         print(f"hf_qmoe: CPU kernels not built: {error}", file=sys.stderr)
         return 1

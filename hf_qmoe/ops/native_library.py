@@ -6,10 +6,10 @@ without: `load` says why.
 Environment variables, read at the first use:
 
 ``HF_QMOE_CPU_KERNELS``
-    ``auto`` (default): the best instruction set of the processor. ``avx512bf16``, ``avx512`` (F, BW, DQ, VL and
-    VBMI), ``avx2`` (with FMA and F16C) or ``generic``: that one, or an error if it cannot be had. ``off``: no kernels
-    of our own. Packed bytes and unpacked values are the same whatever is chosen; products are not, and `generic` has
-    none.
+    ``auto`` (default): the best instruction set of the processor. ``amx`` (AMX-BF16), ``avx512bf16``, ``avx512`` (F,
+    BW, DQ, VL and VBMI), ``avx2`` (with FMA and F16C) or ``generic``: that one, or an error if it cannot be had.
+    ``off``: no kernels of our own. Packed bytes and unpacked values are the same whatever is chosen; products are
+    not, and `generic` has none.
 ``HF_QMOE_NATIVE_LIBRARY``
     Path of a library to load instead of the installed one, e.g. one with sanitizers.
 """
@@ -25,7 +25,7 @@ from hf_qmoe.logging import get_logger
 
 logger = get_logger(__name__)
 
-INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 _MODES = ("auto", *INSTRUCTION_SETS, "off")
 
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64

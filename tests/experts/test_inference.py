@@ -59,6 +59,13 @@ def test_a_model_in_eval_mode_runs_the_whole_layer_at_once(calls: list[str]) -> 
     assert calls == ["hf_qmoe_experts"] * 2
 
 
+def test_forward_mode_is_refused_as_in_training() -> None:
+    """Tangents would be lost in silence: the operators have no forward-mode gradients."""
+    packed, arguments = layer().eval(), inputs()
+    with pytest.raises(NotImplementedError, match="forward mode AD"):
+        torch.func.jvp(lambda x: packed(x, *arguments[1:]), (arguments.hidden_states,), (arguments.hidden_states,))
+
+
 def test_a_gate_of_the_models_own_runs_between_two_products(calls: list[str]) -> None:
     """gpt-oss clamps; an activation that someone listens to is called."""
     outputs(layer(GptOssExperts).eval(), inputs())

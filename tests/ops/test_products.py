@@ -150,16 +150,18 @@ def test_no_rows_at_all(dtype, instruction_set):
 
 
 @by_dtype
-def test_only_rows_of_experts_are_written(dtype, instruction_set):
+@pytest.mark.parametrize("counts", [(2, 0, 7), (17, 0, 40)], ids=["few", "many"])
+def test_only_rows_of_experts_are_written(counts, dtype, instruction_set):
     """Poisoned memory around and inside the output: what belongs to an expert is overwritten, nothing else is."""
     stack = stack_of(3, 40, 64)
-    offsets = torch.tensor([0, 2, 2, 9])
-    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
-    memory = torch.full((14, 40), torch.nan, dtype=dtype)
-    native_product.grouped_linear_into(memory[1:13], x, operands(stack), offsets)
-    assert memory[1:10].isfinite().all()
+    end = sum(counts)
+    offsets = torch.tensor([0, *itertools.accumulate(counts)])
+    x = torch.randn(end + 3, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    memory = torch.full((end + 5, 40), torch.nan, dtype=dtype)
+    native_product.grouped_linear_into(memory[1 : end + 4], x, operands(stack), offsets)
+    assert memory[1 : end + 1].isfinite().all()
     assert memory[0].isnan().all()
-    assert memory[10:].isnan().all()
+    assert memory[end + 1 :].isnan().all()
 
 
 def misaligned(tensor: Tensor | None) -> Tensor | None:
@@ -316,15 +318,16 @@ def test_a_negative_index_is_an_error(instruction_set):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @by_dtype
-def test_what_is_not_finite_stays_so(value, dtype, instruction_set):
+@pytest.mark.parametrize("tokens", [5, 120])
+def test_what_is_not_finite_stays_so(tokens, value, dtype, instruction_set):
     """A NaN or infinity in one token is seen in that token's result only."""
     up, down = layer("concatenated")
-    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(12)).to(dtype)
+    x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(12)).to(dtype)
     x[2, 7] = value
-    index, weights = routing(5, 2, 7)
+    index, weights = routing(tokens, 2, 7)
     out = run(x, index, weights, up, down, "concatenated", "silu")
     assert not out[2].isfinite().any()
-    assert out[[0, 1, 3, 4]].isfinite().all()
+    assert out[torch.arange(tokens) != 2].isfinite().all()
 
 
 @by_dtype
@@ -346,11 +349,13 @@ def test_extreme_activations(dtype, instruction_set):
         assert ((out.double() - expected).abs() <= allowed).all(), activation
 
 
-def test_unaligned_memory(instruction_set):
+@pytest.mark.parametrize("hidden", [96, 128])
+@pytest.mark.parametrize("tokens", [4, 120])
+def test_unaligned_memory(tokens, hidden, instruction_set):
     """Pointers may be odd: tensors can be views into anything, such as a mapped file."""
-    up, down = layer("concatenated", double_quant=True)
-    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(13)).bfloat16()
-    index, weights = routing(4, 2, 7)
+    up, down = layer("concatenated", hidden=hidden, double_quant=True)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(13)).bfloat16()
+    index, weights = routing(tokens, 2, 7)
     expected = run(x, index, weights, up, down, "concatenated", "silu")
     moved = [PackedStack(*map(misaligned, operands(stack)[:4]), stack.quant_type) for stack in (up, down)]
     assert torch.equal(run(*map(misaligned, (x, index, weights)), *moved, "concatenated", "silu"), expected)

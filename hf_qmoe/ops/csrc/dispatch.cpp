@@ -3,6 +3,16 @@
 
 #include "common.h"
 
+// HF_QMOE_NO_AMX: the compiler is too old for it.
+#if defined(__x86_64__) && !defined(HF_QMOE_NO_AMX)
+#define HF_QMOE_AMX
+#endif
+#if defined(HF_QMOE_AMX) && defined(__linux__) && !defined(HF_QMOE_EMULATE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define HF_QMOE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -30,7 +40,47 @@ const Kernels kAll[] = {
     {"avx512", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512)},
     {"avx512bf16", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512bf16)},
 #endif
+#ifdef HF_QMOE_AMX
+    {"amx", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(amx)},
+#endif
 };
+
+#ifdef HF_QMOE_AMX
+
+// Whether the processor has AMX-BF16, and the system lets this process use it. Call only where there is AVX512-BF16.
+bool may_use_amx() {
+#ifdef HF_QMOE_EMULATE_AMX
+    return true;
+#elif defined(__linux__)
+    unsigned a, b, c, d;
+    constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kTileState = 3u << 17;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBF16) || !(d & kTile)) return false;
+    __asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));  // which registers the system saves
+    if ((a & kTileState) != kTileState) return false;
+    // The tiles are 8 KB, which Linux (5.16) saves for processes that have asked for them.
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+// Found out once. The product is tried since it has not been run on such a processor.
+bool amx_works() {
+    static int known = -1;
+    int works = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (works < 0) {
+        works = may_use_amx() && hf_qmoe_agrees_amx();
+        __atomic_store_n(&known, works, __ATOMIC_RELAXED);
+    }
+    return works != 0;
+}
+
+#else
+
+bool amx_works() { return false; }
+
+#endif
 
 int highest() {
 #ifdef __x86_64__
@@ -39,7 +89,7 @@ int highest() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vbmi"))
-        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+        return !__builtin_cpu_supports("avx512bf16") ? 2 : (amx_works() ? 4 : 3);
     return 1;
 #else
     return 0;
@@ -75,6 +125,27 @@ HF_QMOE_EXPORT int hf_qmoe_select(const char* name) {
         return 1;
     }
     return 0;
+}
+
+// Whether AMX is emulated in this library.
+HF_QMOE_EXPORT int hf_qmoe_emulates_amx() {
+#ifdef HF_QMOE_EMULATE_AMX
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// One instruction of AMX-BF16, for tests; see kernels.h. Returns 0, or 2 where there is no AMX.
+HF_QMOE_EXPORT int hf_qmoe_multiply_tile(float* sums, const uint16_t* a, const uint16_t* b) {
+#ifdef HF_QMOE_AMX
+    if (__builtin_cpu_supports("avx512bf16") && may_use_amx()) {
+        hf_qmoe_multiply_tile_amx(sums, a, b);
+        return kDone;
+    }
+#endif
+    (void)sums, (void)a, (void)b;
+    return kBadArgument;
 }
 
 // Whether work is spread over threads.

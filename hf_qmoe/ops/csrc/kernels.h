@@ -32,6 +32,13 @@ int hf_qmoe_lora_avx512(const LoraCall* call);
 HF_QMOE_DECLARE_PRODUCTS(avx2)
 HF_QMOE_DECLARE_PRODUCTS(avx512)
 HF_QMOE_DECLARE_PRODUCTS(avx512bf16)
+HF_QMOE_DECLARE_PRODUCTS(amx)
+
+// sums[16][16] += a[16][32] * b[16][16][2] by one instruction, for tests; `b` has pairs of rows side by side.
+void hf_qmoe_multiply_tile_amx(float* sums, const uint16_t* a, const uint16_t* b);
+
+// Whether a product with AMX is the one with AVX512-BF16 but for roundings.
+bool hf_qmoe_agrees_amx();
 
 #undef HF_QMOE_DECLARE_PRODUCTS
 

@@ -1,0 +1,325 @@
+// Products with AMX-BF16 for experts with many rows of bfloat16; what is left is done as with AVX512-BF16.
+//
+// 32 rows of weights are unpacked and multiplied with 32 rows of x at a time, in 2 x 2 tiles of 16 x 16 sums. Weights
+// lie as [group][32][64] bfloat16, so that a tile of them is 16 rows of 32 columns, 128 bytes apart. A tile of x is to
+// be 16 pairs of columns for 16 rows: x is packed once for all tiles, into blocks of [pair of columns][16 rows][2].
+#include "amx.h"
+#include "bfloat16_math_avx512bf16.h"
+
+#include "kernels.h"
+
+#include "product.inc"
+
+#include "experts.inc"
+
+namespace {
+
+constexpr int kTileSize = 16, kTileColumns = 32;
+
+// An expert with fewer rows than this is multiplied with AVX512-BF16: a tile of them would not be full. That it pays
+// from here on was not measured.
+constexpr int kManyRows = kTileSize;
+
+struct AmxMath : BFloat16Math {};
+
+// 16 x 16 dwords: what was dword j of row i becomes dword i of row j.
+static inline void transpose(__m512i (&rows)[kTileSize]) {
+    __m512i twos[kTileSize], fours[kTileSize];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileSize; i += 2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    // Quarter q of fours[i + j] is then dword 4q + j of rows i to i + 3.
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileSize; i += 4) {
+        fours[i] = _mm512_unpacklo_epi64(twos[i], twos[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(twos[i], twos[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(twos[i + 1], twos[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(twos[i + 1], twos[i + 3]);
+    }
+    constexpr int kEven = 0x88, kOdd = 0xdd;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512i even01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kEven);
+        const __m512i even23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kEven);
+        const __m512i odd01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kOdd);
+        const __m512i odd23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kOdd);
+        rows[j] = _mm512_shuffle_i32x4(even01, even23, kEven);
+        rows[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, kEven);
+        rows[8 + j] = _mm512_shuffle_i32x4(even01, even23, kOdd);
+        rows[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, kOdd);
+    }
+}
+
+// Packs rows first to first + count (16 at most) of `rows`, each of whole groups; the others become zeros.
+static void pack_block(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_t columns, BFloat16* out) {
+    for (int64_t k = 0; k < columns; k += kTileColumns, out += kTileSize * kTileColumns) {
+        __m512i dwords[kTileSize];
+#pragma GCC unroll 16
+        for (int i = 0; i < kTileSize; i++)
+            dwords[i] = i < count ? _mm512_loadu_si512(bytes_at(rows.at(first + i), k)) : _mm512_setzero_si512();
+        transpose(dwords);
+#pragma GCC unroll 16
+        for (int i = 0; i < kTileSize; i++) _mm512_store_si512(out + i * kTileColumns, dwords[i]);
+    }
+}
+
+// The rows of the experts that have many, packed; those of the others as they are.
+class PackedRows {
+  public:
+    PackedRows(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t num_experts,
+               int64_t threads)
+        : rows_(rows),
+          block_size_(kTileSize * padded(columns)),
+          blocks_(offsets, num_experts),
+          packed_(blocks_.count * block_size_) {
+        if (!has_memory()) return;
+        const int64_t* owners = blocks_.owners.get();
+        for_ranges(blocks_.count, block_size_, (int)threads, [&](int64_t from, int64_t to) {
+            for (int64_t block = from; block < to; block++) {
+                const int64_t expert = owners[block], inside = (block - blocks_.starts.get()[expert]) * kTileSize;
+                const int64_t first = load(offsets, expert) + inside, last = load(offsets, expert + 1);
+                pack_block(rows_, first, least(last - first, kTileSize), padded(columns),
+                           packed_.get() + block * block_size_);
+            }
+        });
+    }
+
+    bool has_memory() const { return blocks_.starts.get() && blocks_.owners.get() && packed_.get(); }
+
+    const Rows<BFloat16>& rows() const { return rows_; }
+
+    // Block i of an expert with many rows is at `block(expert) + i * block_size()`.
+    const BFloat16* block(int64_t expert) const {
+        return packed_.get() + blocks_.starts.get()[expert] * block_size_;
+    }
+    int64_t block_size() const { return block_size_; }
+
+  private:
+    static int64_t blocks_between(int64_t first, int64_t last) {
+        return last - first < kManyRows ? 0 : blocks_of(last - first, kTileSize);
+    }
+
+    // The first block of each expert, and the expert of each block.
+    struct Blocks {
+        Blocks(const int64_t* offsets, int64_t num_experts)
+            : count(total(offsets, num_experts)), starts(num_experts), owners(count) {
+            if (!starts.get() || !owners.get()) return;
+            for (int64_t expert = 0, next = 0; expert < num_experts; expert++) {
+                starts.get()[expert] = next;
+                const int64_t end = next + blocks_between(load(offsets, expert), load(offsets, expert + 1));
+                for (; next < end; next++) owners.get()[next] = expert;
+            }
+        }
+
+        static int64_t total(const int64_t* offsets, int64_t num_experts) {
+            int64_t sum = 0;
+            for (int64_t expert = 0; expert < num_experts; expert++)
+                sum += blocks_between(load(offsets, expert), load(offsets, expert + 1));
+            return sum;
+        }
+
+        const int64_t count;
+        const Buffer<int64_t> starts, owners;
+    };
+
+    const Rows<BFloat16> rows_;
+    const int64_t block_size_;
+    const Blocks blocks_;
+    const Buffer<BFloat16> packed_;
+};
+
+template <>
+struct Operand<AmxMath> {
+    using Type = const PackedRows&;
+
+    static PackedRows of(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t num_experts,
+                         int64_t threads) {
+        return PackedRows(rows, columns, offsets, num_experts, threads);
+    }
+    static bool has_memory(Type rows) { return rows.has_memory(); }
+};
+
+// The tiles of a thread: configured at the first use, given back at the end. A thread that has tiles in use takes
+// longer to switch to and from.
+class Tiles {
+  public:
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+    ~Tiles() {
+        if (configured_) tile_release();
+    }
+
+    void use() {
+        if (configured_) return;
+        TileConfig config = {};
+        config.palette = 1;
+        for (int tile = 0; tile < 8; tile++) {
+            config.rows[tile] = kTileSize;
+            config.column_bytes[tile] = kTileColumns * sizeof(BFloat16);
+        }
+        tile_load_config(&config);
+        configured_ = true;
+    }
+
+  private:
+    bool configured_ = false;
+};
+
+// Puts the sums of 16 rows of weights times 16 rows of x, row by row of x, to `out[0..15][0..15]`.
+static inline void put_sums(const float* sums, float (*out)[kTileRows]) {
+    __m512i rows[kTileSize];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileSize; i++) rows[i] = _mm512_load_si512(sums + i * kTileSize);
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileSize; i++) _mm512_storeu_si512(out[i], rows[i]);
+}
+
+// `out[i][0..31]` = 32 rows of weights times row i of one or two blocks of x.
+template <bool kTwo>
+static void multiply_blocks(const BFloat16* weights, const BFloat16* x, int64_t block_size, int64_t groups,
+                            float (*out)[kTileRows]) {
+    constexpr int64_t kRowBytes = kGroup * sizeof(BFloat16), kPairBytes = kTileColumns * sizeof(BFloat16);
+    constexpr int64_t kSumBytes = kTileSize * sizeof(float);
+    alignas(64) float sums[4][kTileSize * kTileSize];
+    tile_fence();
+    tile_zero(0);
+    tile_zero(1);
+    if (kTwo) {
+        tile_zero(2);
+        tile_zero(3);
+    }
+    for (int64_t group = 0; group < groups; group++, weights += kTileRows * kGroup) {
+        for (int k = 0; k < kGroup; k += kTileColumns, x += kTileSize * kTileColumns) {
+            tile_load(4, weights + k, kRowBytes);
+            tile_load(5, weights + kTileSize * kGroup + k, kRowBytes);
+            tile_load(6, x, kPairBytes);
+            tile_dot(0, 4, 6);
+            tile_dot(1, 5, 6);
+            if (kTwo) {
+                tile_load(7, x + block_size, kPairBytes);
+                tile_dot(2, 4, 7);
+                tile_dot(3, 5, 7);
+            }
+        }
+    }
+    tile_store(0, sums[0], kSumBytes);
+    tile_store(1, sums[1], kSumBytes);
+    put_sums(sums[0], out);
+    put_sums(sums[1], reinterpret_cast<float(*)[kTileRows]>(&out[0][kTileSize]));
+    if (kTwo) {
+        tile_store(2, sums[2], kSumBytes);
+        tile_store(3, sums[3], kSumBytes);
+        put_sums(sums[2], out + kTileSize);
+        put_sums(sums[3], reinterpret_cast<float(*)[kTileRows]>(&out[kTileSize][kTileSize]));
+    }
+}
+
+template <>
+class Worker<AmxMath> : public Worker<BFloat16Math> {
+  public:
+    using Worker<BFloat16Math>::Worker;
+
+    template <class Take>
+    void multiply_tile(const PackedStack& stack, int64_t expert, const int64_t* tile, int64_t advance,
+                       const PackedRows& rows, int64_t first, int64_t last, const Take& take) {
+        if (last - first < kManyRows)
+            Worker<BFloat16Math>::multiply_tile(stack, expert, tile, advance, rows.rows(), first, last, take);
+        else if (stack.bits == 4)
+            multiply_many<BFloat16Math::Unpack4, 4>(stack, expert, tile, advance, rows, first, last, take);
+        else
+            multiply_many<BFloat16Math::Unpack8, 8>(stack, expert, tile, advance, rows, first, last, take);
+    }
+
+  private:
+    template <class Unpack, int kBits, class Take>
+    void multiply_many(const PackedStack& stack, int64_t index, const int64_t* tile, int64_t advance,
+                       const PackedRows& rows, int64_t first, int64_t last, const Take& take) {
+        const Expert expert(stack, index);
+        const int64_t groups = padded(stack.columns) / kGroup, size = rows.block_size();
+        const int64_t count = last - first, pairs = blocks_of(count, 2 * kTileSize);
+        Unpack unpack(stack.codebook, false);
+        for (int q = 0; q < kTileRows; q += kQuad)
+            unpack_rows<Unpack, kBits, kTileRows>(stack, expert, tile + q, unpack, weights_.get() + q * kGroup);
+        tiles_.use();
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const int64_t from = pair * 2 * kTileSize, length = least(count - from, 2 * kTileSize);
+            const BFloat16* x = rows.block(index) + 2 * pair * size;
+            float values[2 * kTileSize][kTileRows];
+            // Read from memory while there is time, what the next tile is unpacked from.
+            for (int64_t j = kTileRows * pair / pairs; j < kTileRows * (pair + 1) / pairs; j++)
+                PackedQuad::prefetch(expert.codes((tile[j] + advance) * stack.columns), stack.columns * kBits / 8);
+            if (length > kTileSize)
+                multiply_blocks<true>(weights_.get(), x, size, groups, values);
+            else
+                multiply_blocks<false>(weights_.get(), x, size, groups, values);
+            for (int64_t i = 0; i < length; i++) take(first + from + i, values[i]);
+        }
+    }
+
+    Tiles tiles_;
+};
+
+}  // namespace
+
+int hf_qmoe_experts_amx(const ExpertsCall* call) {
+    return call->dtype == kBFloat16 ? experts<AmxMath, BFloat16>(*call) : experts_in_float<FloatMath>(*call);
+}
+
+int hf_qmoe_grouped_linear_amx(const GroupedLinearCall* call) {
+    return call->dtype == kBFloat16 ? grouped_linear<AmxMath, BFloat16>(*call)
+                                    : grouped_linear_in_float<FloatMath>(*call);
+}
+
+void hf_qmoe_multiply_tile_amx(float* sums, const uint16_t* a, const uint16_t* b) {
+    Tiles tiles;
+    tiles.use();
+    tile_load(0, sums, 64);
+    tile_load(1, a, 64);
+    tile_load(2, b, 64);
+    tile_dot(0, 1, 2);
+    tile_store(0, sums, 64);
+}
+
+bool hf_qmoe_agrees_amx() {
+    // Two and a half blocks of rows of x, two and a half groups of columns, weights of either sign.
+    constexpr int64_t kRows = 40, kColumns = 160, kWeights = kTileRows * kColumns, kBlocksize = 32;
+    uint32_t state = 1;
+    const auto next = [&] { return state = state * 1664525u + 1013904223u; };
+    uint8_t packed[kWeights / 2];
+    float absmax[kWeights / kBlocksize], codebook[16];
+    for (uint8_t& byte : packed) byte = (uint8_t)(next() >> 24);
+    for (float& scale : absmax) scale = 0.5f + (float)(next() >> 16) * 0x1p-17f;
+    for (int i = 0; i < 16; i++) codebook[i] = (float)(2 * i - 15) / 15;
+    const PackedStack stack = {packed,   absmax,    nullptr,  nullptr,    nullptr,
+                               codebook, kTileRows, kColumns, kBlocksize, 4};
+
+    const Buffer<BFloat16> x(kRows * padded(kColumns));
+    const int64_t offsets[] = {0, kRows};
+    int64_t tile[kTileRows];
+    rows_of_tile(0, kTileRows, tile);
+    Worker<AmxMath> worker(kColumns);
+    Worker<BFloat16Math> other(kColumns);
+    if (!x.get() || !worker.has_memory() || !other.has_memory()) return false;
+    memset(x.get(), 0, kRows * padded(kColumns) * sizeof(BFloat16));
+    for (int64_t i = 0; i < kRows; i++)
+        for (int64_t k = 0; k < kColumns; k++)
+            from_float((float)(next() >> 16) * 0x1p-15f - 1.0f, x.get() + i * padded(kColumns) + k);
+    const Rows<BFloat16> rows = {x.get(), nullptr, padded(kColumns)};
+    const PackedRows packed_rows(rows, kColumns, offsets, 1, 1);
+    if (!packed_rows.has_memory()) return false;
+
+    float sums[kRows][kTileRows], expected[kRows][kTileRows];
+    worker.multiply_tile(stack, 0, tile, 0, packed_rows, 0, kRows,
+                         [&](int64_t row, const float* values) { memcpy(sums[row], values, sizeof sums[row]); });
+    other.multiply_tile(stack, 0, tile, 0, rows, 0, kRows,
+                        [&](int64_t row, const float* values) { memcpy(expected[row], values, sizeof sums[row]); });
+    // Sums of 160 terms below 1, up to 13 in size: ten units of their last place. Emulated they are 1.4e-6 apart.
+    bool agrees = true;
+    for (int64_t i = 0; i < kRows; i++)
+        for (int j = 0; j < kTileRows; j++) agrees = agrees && fabsf(sums[i][j] - expected[i][j]) <= 1e-5f;
+    return agrees;
+}

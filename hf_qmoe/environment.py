@@ -40,5 +40,6 @@ def _accelerator() -> str:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "none"
-    names = [torch.get_device_module(device).get_device_name(i) for i in range(torch.accelerator.device_count())]
-    return f"{device.type}: {', '.join(names)}"
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)  # MPS has none
+    count = torch.accelerator.device_count()
+    return f"{device.type}: {', '.join(map(name_of, range(count))) if name_of else f'{count} of them'}"

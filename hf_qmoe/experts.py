@@ -8,6 +8,7 @@ parameters themselves.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -292,10 +293,9 @@ class ExpertsNbit(PackedModule):
         up_name, down_name = self.stack_names
         lora = lora_factors or {}
         factors = [factor for adapters in lora.values() for adapter in adapters for factor in adapter[:2]]
-        biases = [getattr(self, f"{name}_bias") for name in self.stack_names] if self.has_bias else []
-        differentiable = (hidden_states, top_k_weights, *factors, *biases)
-        exact = needs_bits(self.exact, self.training, *differentiable)
-        if not exact and not factors and not needs_gradient(*differentiable):
+        inputs = (hidden_states, top_k_weights, *factors)
+        exact = needs_bits(self.exact, self.training, chain(inputs, self.parameters()))
+        if not exact and not factors and not needs_gradient(chain(inputs, self.parameters())):
             fused = forward_fused(
                 self, hidden_states, top_k_index, top_k_weights, compute_dtype, ExpertsNbit._apply_gate
             )
@@ -355,8 +355,18 @@ class ExpertsNbit(PackedModule):
                 f"expected hidden_states [T, H] and top_k_index [T, k], got {tuple(hidden_states.shape)} and "
                 f"{tuple(top_k_index.shape)}"
             )
-        if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+        if top_k_index.is_floating_point() or top_k_index.is_complex() or top_k_index.dtype == torch.bool:
             raise ValueError(f"top_k_index must hold integers, got {top_k_index.dtype}")
+        if not top_k_weights.is_floating_point():
+            raise ValueError(f"top_k_weights must be floats, got {top_k_weights.dtype}")
+        weights = (parameter for parameter in self._parameters.values() if parameter is not None)
+        devices = {tensor.device for tensor in (hidden_states, top_k_index, top_k_weights, *weights)}
+        if len(devices) > 1:
+            # A tensor without data would have the operators compute shapes, and give what memory happens to hold.
+            raise RuntimeError(
+                f"hidden states, routing and packed weights are on {', '.join(sorted(map(str, devices)))}; move them "
+                "to one device (weights on meta have not been loaded, or are offloaded and lost their hooks)"
+            )
         if top_k_weights.shape != top_k_index.shape:
             raise ValueError(
                 f"top_k_weights {tuple(top_k_weights.shape)} differs from top_k_index {tuple(top_k_index.shape)}"

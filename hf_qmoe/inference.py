@@ -5,13 +5,14 @@ gradient flows through the call); `True` everybody, `False` nobody. Where bits a
 kernels that add in float32 and round less often (`hf_qmoe.ops.fused`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
@@ -38,19 +39,21 @@ class Experts(Protocol):
         """The tensors of one projection."""
 
 
-_ACTIVATIONS: dict[type, str] = {
+_ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
     nn.ReLU: "relu",
     type(ACT2FN["relu2"]): "relu2",
 }
+# Libraries of kernels put another function there.
+_FORWARDS = {cls: cls.forward for cls in _ACTIVATIONS}
 
 # What a module calls besides its `forward`.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def needs_bits(exact: bool | None, training: bool, *tensors: Tensor | None) -> bool:
+def needs_bits(exact: bool | None, training: bool, tensors: Iterable[Tensor]) -> bool:
     """Whether products have to be those of dequantize and `F.linear`, bit for bit.
 
     Args:
@@ -60,22 +63,26 @@ def needs_bits(exact: bool | None, training: bool, *tensors: Tensor | None) -> b
     """
     if exact is not None:
         return exact
-    return training or needs_gradient(*tensors)
+    return training or needs_gradient(tensors)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
+def needs_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd has to see a call with these tensors, backward or forward (which does not mark a tensor)."""
-    is_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    is_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return is_backward or forward_ad._current_level >= 0
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """What the kernels call an activation; `None` for one that they do not have, or that someone listens to."""
+    """What the kernels call an activation; `None` for one that they do not have, or that has been changed."""
     if function is functional.silu:
         return "silu"
-    if isinstance(function, nn.Module) and (any(map(vars(function).get, _HOOKS)) or "forward" in vars(function)):
+    if not isinstance(function, nn.Module):
         return None
-    return _ACTIVATIONS.get(type(function))
+    cls = type(function)
+    if cls.forward is not _FORWARDS.get(cls) or "forward" in vars(function):
+        return None
+    has_hooks = any(map(vars(function).get, _HOOKS)) or _has_any_global_hook()
+    return None if has_hooks else _ACTIVATIONS[cls]
 
 
 def gate_name(experts: Experts, own_gate: Callable[..., Tensor]) -> str | None:

@@ -1,7 +1,8 @@
 """The gate ``silu(gate) * up`` of a projection's rows. Autograd keeps the projection alone.
 
 Plain autograd would keep ``silu(gate)`` beside it: half as much again. Here it is computed again in backward, a few
-rows at a time, so that what lies between stays in cache. Results and gradients are the bits of the plain formula.
+rows at a time, so that what lies between stays in cache. Results and gradients are those of the plain formula, but for
+last bits where torch, with several threads, would split a row: it computes the ends of its parts in another way.
 """
 
 from collections.abc import Iterator

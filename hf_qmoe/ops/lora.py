@@ -73,7 +73,7 @@ def expert_lora_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `add_expert_lora` to ``x``, ``lora_A`` and ``lora_B``, each in its tensor's shape and dtype."""
     hits = _hits(expert_offsets)
-    grad_x, grad_A, grad_B = torch.empty_like(x), torch.empty_like(lora_A), torch.empty_like(lora_B)
+    grad_x, grad_A, grad_B = _gradients(x, lora_A, lora_B)
     num_experts, rank = expert_offsets.shape[0] - 1, lora_A.shape[0] // (expert_offsets.shape[0] - 1)
     # One row per (rank, expert), as in the transposed `lora_B`: each expert's rows are written where they belong.
     is_native = native_lora.can_add(x, lora_A, grad, lora_B)
@@ -90,6 +90,12 @@ def expert_lora_backward(
     grad_x[hits[-1][2] if hits else 0 :] = 0
     grad_B.copy_(flat.t())
     return grad_x, grad_A, grad_B
+
+
+def _gradients(x: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of each, as the kernels write it: in one run, however the tensors lie."""
+    x, lora_A, lora_B = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, lora_A, lora_B))
+    return x, lora_A, lora_B
 
 
 def _backward_by_expert(
@@ -119,7 +125,7 @@ def _backward_by_expert(
 def _(
     grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(lora_A), torch.empty_like(lora_B)
+    return _gradients(x, lora_A, lora_B)
 
 
 def _hits(expert_offsets: Tensor) -> list[native_lora.Hit]:

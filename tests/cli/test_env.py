@@ -47,6 +47,14 @@ def test_why_there_are_no_kernels(value: str, expected: str) -> None:
     assert expected in line
 
 
+def test_devices_without_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch's module for MPS gives none."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert printed(capsys)["accelerator"] == "mps: 1 of them"
+
+
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Optional packages need not be there."""
     monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))

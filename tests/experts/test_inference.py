@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_qmoe.experts import ExpertsNbit
@@ -57,6 +58,28 @@ def test_a_model_in_eval_mode_runs_the_whole_layer_at_once(calls: list[str]) -> 
     packed(arguments.hidden_states.clone().requires_grad_(True), *arguments[1:])
     packed(*arguments[:2], arguments.top_k_weights.clone().requires_grad_(True))
     assert calls == ["hf_qmoe_experts"] * 2
+
+
+@pytest.mark.parametrize("part", ["activation", "norm", "bias"])
+def test_any_trainable_parameter_makes_products_exact(part: str) -> None:
+    """A gradient may be asked for by parameters between and after the products alone."""
+    cls = {"activation": Qwen3MoeExperts, "norm": MuseSparkExperts, "bias": GptOssExperts}[part]
+    packed, arguments = layer(cls).eval(), inputs()
+    if part == "activation":
+        packed.act_fn = nn.PReLU()
+    assert any(parameter.requires_grad for parameter in packed.parameters())
+    out = packed(*arguments)
+    assert out.requires_grad
+    packed.exact = True
+    assert_same_bits(out, packed(*arguments))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_an_activation_whose_class_was_patched(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of kernels replace `forward` of a class."""
+    packed, arguments = layer().train(training), inputs()
+    monkeypatch.setattr(type(packed.act_fn), "forward", lambda self, values: torch.zeros_like(values))
+    assert not outputs(packed, arguments).any()
 
 
 def test_forward_mode_is_refused_as_in_training() -> None:

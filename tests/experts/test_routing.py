@@ -182,3 +182,28 @@ def test_float_indices_raise() -> None:
     hidden_states, index, weights = inputs()
     with pytest.raises((TypeError, ValueError), match="top_k_index"):
         packed_experts()(hidden_states, weights, index)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=dtype_name)
+def test_weights_and_indices_of_other_kinds(dtype: torch.dtype, training: bool) -> None:
+    """Weights are floats; a complex index is not rounded to its real part."""
+    packed, arguments = packed_experts().train(training), inputs()
+    with pytest.raises(ValueError, match="top_k_weights must be floats"):
+        packed(arguments.hidden_states, arguments.top_k_index, arguments.top_k_weights.to(dtype))
+    if dtype != torch.int64:
+        with pytest.raises(ValueError, match="top_k_index must hold integers"):
+            packed(arguments.hidden_states, arguments.top_k_index.to(dtype), arguments.top_k_weights)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("part", ["hidden_states", "top_k_index", "top_k_weights", "down_proj", "gate_up_proj_absmax"])
+def test_a_tensor_without_data_is_refused(part: str, training: bool) -> None:
+    """On meta any one of them would turn the call into shape arithmetic, and its result into what memory holds."""
+    packed, arguments = packed_experts().train(training), inputs()
+    if part in Inputs._fields:
+        arguments = arguments._replace(**{part: getattr(arguments, part).to("meta")})
+    else:
+        setattr(packed, part, torch.nn.Parameter(getattr(packed, part).to("meta"), requires_grad=False))
+    with pytest.raises(RuntimeError, match="are on cpu, meta"):
+        packed(*arguments)

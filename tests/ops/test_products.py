@@ -131,14 +131,31 @@ def test_any_number_of_tokens(tokens, dtype, quant_type, instruction_set):
 @by_dtype
 @pytest.mark.parametrize("counts", [(1, 2, 1, 4), (9, 12, 7, 20), (130, 64, 100, 40)], ids=["few", "some", "many"])
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_error_is_that_of_dequantizing(double_quant, counts, dtype, quant_type, instruction_set):
-    """The promise: at most 1.1 times the error of dequantize and `F.linear`, against float64."""
-    stack = stack_of(4, 256, 512, quant_type, double_quant=double_quant)
+@pytest.mark.parametrize("signs", ["both", "positive"])
+def test_error_is_that_of_dequantizing(signs, double_quant, counts, dtype, quant_type, instruction_set):
+    """The promise: at most 1.1 times the error of dequantize and `F.linear`, against float64.
+
+    Inputs of one sign, as after a ReLU, add up an error that equal codes have in common.
+    """
+    stack = stack_of(4, 256, 1024, quant_type, double_quant=double_quant)
     offsets = torch.tensor([0, *itertools.accumulate(counts)])
-    x = torch.randn(sum(counts), 512, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(sum(counts), 1024, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = x.abs() if signs == "positive" else x
     expected = reference.grouped_linear(x.double(), stack.dequantize(torch.float64), offsets)
     errors = [(multiply(x, stack, offsets, exact).double() - expected).norm() for exact in (True, False)]
     assert 0 < errors[1] <= 1.1 * errors[0]
+
+
+@by_dtype
+@pytest.mark.parametrize("columns", [192, 384])
+def test_blocks_of_three_groups(columns, dtype, instruction_set):
+    """The operators take any block size, modules powers of two only."""
+    stack = stack_of(3, 64, columns)
+    stack = PackedStack(stack.packed, stack.absmax[..., ::3].contiguous(), None, None, "nf4")
+    assert stack.blocksize == 192
+    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(15)).to(dtype)
+    offsets = torch.tensor([0, 1, 1, 9])
+    assert_near(multiply(x, stack, offsets, exact=False), x, stack.dequantize(torch.float64), offsets)
 
 
 @by_dtype

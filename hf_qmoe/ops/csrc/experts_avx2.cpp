@@ -17,16 +17,9 @@ struct FloatMath {
     using Unpack8 = ::Unpack8<float>;
     static constexpr int kLanes = 8, kTokens = 2, kDirectTokens = 0;
 
-    class Direct4 {
-      public:
-        explicit Direct4(const float*) {}
-        void get(const uint8_t*, Vector (&)[8]) const {}
-    };
-
     static Vector load(const Elem* from) { return _mm256_loadu_ps(from); }
     static Sum zero() { return _mm256_setzero_ps(); }
     static Sum dot(Sum sum, Vector weights, Vector row) { return _mm256_fmadd_ps(weights, row, sum); }
-    static Sum scaled(Sum total, Sum, float) { return total; }
 
     static void store_sums(const Sum (&sums)[4], float* out) {
         const __m256 first = _mm256_hadd_ps(sums[0], sums[1]), second = _mm256_hadd_ps(sums[2], sums[3]);

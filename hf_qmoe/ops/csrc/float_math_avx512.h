@@ -14,22 +14,14 @@ struct FloatMath {
     using Unpack8 = ::Unpack8<float>;
     static constexpr int kLanes = 16, kTokens = 6, kDirectTokens = 2;
 
-    class Direct4 {
-      public:
-        explicit Direct4(const float* codebook) : table_(_mm512_loadu_ps(codebook)) {}
-        void get(const uint8_t* in, Vector (&out)[4]) const {
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) out[i] = _mm512_permutexvar_ps(codes_16(in + 8 * i), table_);
-        }
-
-      private:
-        __m512 table_;
-    };
+    static void look_up(const Unpack4& unpack, const uint8_t* in, Vector (&out)[4]) {
+        for (int i = 0; i < 4; i++) out[i] = unpack.look_up(in + 8 * i);
+    }
 
     static Vector load(const Elem* from) { return _mm512_loadu_ps(from); }
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum dot(Sum sum, Vector weights, Vector row) { return _mm512_fmadd_ps(weights, row, sum); }
-    static Sum scaled(Sum total, Sum block, float scale) { return _mm512_fmadd_ps(block, _mm512_set1_ps(scale), total); }
+    static Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
 
     static void store_sums(const Sum (&sums)[4], float* out) {
         const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));

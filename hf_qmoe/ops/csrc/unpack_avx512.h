@@ -77,16 +77,14 @@ struct Unpack4<float> {
 
     void set_scale(float scale) { table_ = flushed(_mm512_mul_ps(codebook_, _mm512_set1_ps(scale)), flush_); }
 
+    __m512 look_up(const uint8_t* in) const { return _mm512_permutexvar_ps(codes_16(in), table_); }
+
     void chunk(const uint8_t* in, float* out) const {
-        half(in, out);
-        half(in + 8, out + 16);
+        _mm512_storeu_ps(out, look_up(in));
+        _mm512_storeu_ps(out + 16, look_up(in + 8));
     }
 
   private:
-    void half(const uint8_t* in, float* out) const {
-        _mm512_storeu_ps(out, _mm512_permutexvar_ps(codes_16(in), table_));
-    }
-
     __m512 codebook_, table_;
     bool flush_;
 };

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import native
+from hf_qmoe.ops.defaults import torch_defaults
 
 
 #: Block sizes that bitsandbytes implements on every device, for 4-bit and for 8-bit codebooks.
@@ -101,8 +102,7 @@ def codebook(quant_type: str, device: torch.device | str) -> Tensor:
 
 @cache
 def _codebook(quant_type: str, device: str) -> Tensor:
-    # On the CPU first, whatever the caller's default device is: the table is cached for the life of the process.
-    with torch.device("cpu"):
+    with torch_defaults():
         if quant_type == "int8":
             table = bnb_functional.create_dynamic_map()
         elif quant_type == "fp8":

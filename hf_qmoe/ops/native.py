@@ -11,9 +11,9 @@ from typing import NamedTuple
 import bitsandbytes.functional as bnb_functional
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_qmoe.logging import get_logger
+from hf_qmoe.ops.defaults import torch_defaults
 from hf_qmoe.ops.native_library import load
 
 
@@ -139,7 +139,7 @@ def _unpacking(quant_type: str, dtype: torch.dtype) -> _Unpacking | None:
     """How to unpack such that the bits are those of the installed bitsandbytes; `None` if no way leads there."""
     library, bits = load().library, _BITS[quant_type]
     assert library is not None
-    with _disable_current_modes(), torch.device("cpu"):
+    with torch_defaults():
         if bits == 4:
             digits = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 4, dtype=torch.uint8)
             table = _bnb_dequantize(digits, torch.ones(1), quant_type, torch.float32)[:16]
@@ -163,7 +163,7 @@ def _packing(quant_type: str) -> _Packing | None:
     """Tables that give the codes of the installed bitsandbytes; `None` if it has another rule."""
     library = load().library
     assert library is not None
-    with _disable_current_modes(), torch.device("cpu"):
+    with torch_defaults():
         tables = _packing_tables(quant_type)
         # Each edge and its neighbours, in blocks with absmax 1. Scaled to extremes only once ordinary values agree:
         # bitsandbytes 0.48, which has another rule, crashes at a block of zeros.

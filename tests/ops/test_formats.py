@@ -1,5 +1,8 @@
 """Storage formats: bytes, scales and values are bitsandbytes' own; what it does not check is checked."""
 
+import subprocess
+import sys
+import tempfile
 from itertools import product
 
 import bitsandbytes.functional as bnb
@@ -443,3 +446,41 @@ def test_16_bit_formats_have_no_codebook(quant_type):
     """Asking for one raises and says why."""
     with pytest.raises(ValueError, match="no codebook"):
         formats.codebook(quant_type, "cpu")
+
+
+@pytest.mark.parametrize(("first", "dtype"), [("quantize", torch.float64), ("multiply", torch.bfloat16)])
+def test_the_default_dtype_is_not_remembered(first, dtype):
+    """Tables are made once in a process. Under another default dtype (`torch.set_default_dtype`) they are the same."""
+    script = f"""
+import torch
+from hf_qmoe import ExpertsNbit
+from hf_qmoe.ops import formats
+
+generator = torch.Generator().manual_seed(0)
+weights = [torch.randn(2, 128, 64, generator=generator), torch.randn(2, 64, 64, generator=generator)]
+x = torch.randn(3, 64, generator=generator)
+arguments = x, torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
+
+def run():
+    outputs = []
+    for quant_type in ("nf4", "fp4", "int8", "fp8"):
+        experts = ExpertsNbit.from_float(*weights, quant_type=quant_type).eval()
+        unpacked = experts.stack("gate_up_proj").dequantize(torch.float32)
+        outputs += [experts.gate_up_proj.detach(), unpacked, experts(*arguments).detach()]
+    return outputs
+
+packed = ExpertsNbit.from_float(*weights).eval() if {first!r} == "multiply" else None
+torch.set_default_dtype({dtype})
+if packed is not None:
+    packed(*arguments)
+outputs = run()
+torch.set_default_dtype(torch.float32)
+import sys
+torch.save(outputs, sys.argv[1])
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        results = []
+        for name, text in (("changed", script), ("plain", script.replace(f"({dtype})", "(torch.float32)"))):
+            subprocess.run([sys.executable, "-c", text, f"{folder}/{name}"], check=True, capture_output=True)
+            results.append(torch.load(f"{folder}/{name}"))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -272,4 +272,5 @@ def test_rows_that_do_not_follow_each_other(dtype: torch.dtype, implementation: 
         assert leaf.is_contiguous() == (given is x)
         add_expert_lora(rows, leaf, lora_A, lora_B, offsets, 1.0).square().sum().backward()
         gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients)  # torch's own products differ in the last bits
+    scale = gradients[0].abs().max().item()  # torch's own products differ in the last bits
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5 * scale)

@@ -109,7 +109,7 @@ def _codebook(quant_type: str, device: str) -> Tensor:
             table = bnb_functional.create_fp8_map(True, 4, 3, 8)
         else:
             table = bnb_functional.get_4bit_type(quant_type, device="cpu")
-    shared: Tensor = table.to(device)
+        shared: Tensor = table.to(device)  # within, too: under a mode of fake tensors it would become one of them
     return shared
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens
 from hf_qmoe.factors import LoraFactors
-from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_bits, needs_gradient
+from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_gradient
 from hf_qmoe.layout import follows_experts_interface, stack_names
 from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.ops.combine import combine_experts
@@ -293,9 +293,9 @@ class ExpertsNbit(PackedModule):
         up_name, down_name = self.stack_names
         lora = lora_factors or {}
         factors = [factor for adapters in lora.values() for adapter in adapters for factor in adapter[:2]]
-        inputs = (hidden_states, top_k_weights, *factors)
-        exact = needs_bits(self.exact, self.training, chain(inputs, self.parameters()))
-        if not exact and not factors and not needs_gradient(chain(inputs, self.parameters())):
+        differentiates = needs_gradient(chain((hidden_states, top_k_weights, *factors), self.parameters()))
+        exact = self.training or differentiates if self.exact is None else self.exact
+        if not exact and not factors and not differentiates:
             fused = forward_fused(
                 self, hidden_states, top_k_index, top_k_weights, compute_dtype, ExpertsNbit._apply_gate
             )

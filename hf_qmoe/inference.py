@@ -53,19 +53,6 @@ _FORWARDS = {cls: cls.forward for cls in _ACTIVATIONS}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def needs_bits(exact: bool | None, training: bool, tensors: Iterable[Tensor]) -> bool:
-    """Whether products have to be those of dequantize and `F.linear`, bit for bit.
-
-    Args:
-        exact: of the module.
-        training: whether the module is in training mode.
-        tensors: what a gradient could flow to.
-    """
-    if exact is not None:
-        return exact
-    return training or needs_gradient(tensors)
-
-
 def needs_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd has to see a call with these tensors, backward or forward (which does not mark a tensor)."""
     is_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

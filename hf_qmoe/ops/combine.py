@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops.native import has_memory
-from hf_qmoe.ops.native_library import load
+from hf_qmoe.ops.native_library import DTYPES, has_memory, load
 
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: Elements of rows that `dot_rows` multiplies at a time; the products stay in cache.
 _AT_ONCE = 1 << 17
@@ -139,9 +136,7 @@ def _native(
 ) -> bool:
     """Whether the kernels can do it."""
     tensors = [t for t in (values, weights, inverse, expert_offsets) if t is not None]
-    return (
-        values.dtype in _DTYPES and dtype in _DTYPES and all(map(has_memory, tensors)) and load().library is not None
-    )
+    return values.dtype in DTYPES and dtype in DTYPES and all(map(has_memory, tensors)) and load().library is not None
 
 
 def _move(
@@ -158,7 +153,7 @@ def _move(
     weights = None if weights is None else weights.to(torch.float32).contiguous()
     owned = inverse.numel() if expert_offsets is None else int(expert_offsets[-1])
     status = library.hf_qmoe_combine(
-        *(tokens.data_ptr(), _DTYPES[tokens.dtype], rows.data_ptr(), _DTYPES[rows.dtype]),
+        *(tokens.data_ptr(), DTYPES[tokens.dtype], rows.data_ptr(), DTYPES[rows.dtype]),
         *(None if weights is None else weights.data_ptr(), inverse.data_ptr(), owned),
         *(*inverse.shape, rows.shape[1], combines, torch.get_num_threads()),
     )

@@ -10,9 +10,9 @@ import ctypes
 import torch
 from bitsandbytes.cextension import lib
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qmoe.ops.formats import codebook, get_format, rows_for_dequantize
+from hf_qmoe.ops.native_library import has_memory
 
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -33,8 +33,7 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
         `False`, with `out` untouched, where the library has no such entry point.
     """
     suffix = _DTYPE_NAMES.get(out.dtype)
-    has_memory = not any(isinstance(tensor, FakeTensor) for tensor in (out, packed, absmax))
-    if suffix is None or blocksize > _MAX_NATIVE_BLOCKSIZE or not has_memory:
+    if suffix is None or blocksize > _MAX_NATIVE_BLOCKSIZE or not all(map(has_memory, (out, packed, absmax))):
         return False
     is_4bit = get_format(quant_type).bits == 4
     name = f"cdequantize_blockwise_cpu_{quant_type}_{suffix}" if is_4bit else f"cdequantize_blockwise_cpu_{suffix}"

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from hf_qmoe.logging import get_logger
 from hf_qmoe.ops.defaults import torch_defaults
-from hf_qmoe.ops.native_library import load
+from hf_qmoe.ops.native_library import DTYPES, has_memory, load
 
 
 logger = get_logger(__name__)
 
 _BITS = {"nf4": 4, "fp4": 4, "int8": 8, "fp8": 8}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NOT_FINITE = 1
 
 # From this block size on bitsandbytes unpacks with torch, which keeps subnormal values in bfloat16.
@@ -42,7 +41,7 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
     Raises:
         ValueError: `packed` or `absmax` does not belong to a matrix of this size; native code would read beyond it.
     """
-    dtype, bits = _DTYPES.get(out.dtype), _BITS.get(quant_type)
+    dtype, bits = DTYPES.get(out.dtype), _BITS.get(quant_type)
     if dtype is None or bits is None or blocksize <= 0 or blocksize * bits % 8:
         return False
     if not all(has_memory(tensor) for tensor in (out, packed, absmax)):
@@ -75,7 +74,7 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    dtype, bits = _DTYPES.get(weight.dtype), _BITS.get(quant_type)
+    dtype, bits = DTYPES.get(weight.dtype), _BITS.get(quant_type)
     if dtype is None or bits is None or blocksize <= 0 or not weight.ndim or not has_memory(weight):
         return None
     if bits == 4 and (weight.numel() % blocksize or blocksize % 2 or weight.shape[-1] % 2):
@@ -90,12 +89,6 @@ def quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, T
     if weight.numel():
         _quantize(library, packed, absmax, weight, tables, bits, blocksize)
     return packed, absmax
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a pointer to it can be had: not for fake tensors and other wrappers, nor on other devices."""
-    wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not wrapped
 
 
 def _check_sizes(out: Tensor, packed: Tensor, absmax: Tensor, bits: int, blocksize: int) -> None:
@@ -245,7 +238,7 @@ def _dequantize(
     flush: bool,
 ) -> None:
     packed, absmax = packed.contiguous(), absmax.contiguous()
-    pointers = out.data_ptr(), _DTYPES[out.dtype], packed.data_ptr(), absmax.data_ptr()
+    pointers = out.data_ptr(), DTYPES[out.dtype], packed.data_ptr(), absmax.data_ptr()
     threads = torch.get_num_threads()
     status = library.hf_qmoe_dequantize(*pointers, codebook, bits, out.numel(), blocksize, flush, threads)
     assert status == 0, status
@@ -255,7 +248,7 @@ def _quantize(
     library: ctypes.CDLL, packed: Tensor, absmax: Tensor, weight: Tensor, tables: _Packing, bits: int, blocksize: int
 ) -> None:
     weight = weight.contiguous()
-    pointers = packed.data_ptr(), absmax.data_ptr(), weight.data_ptr(), _DTYPES[weight.dtype]
+    pointers = packed.data_ptr(), absmax.data_ptr(), weight.data_ptr(), DTYPES[weight.dtype]
     sizes = weight.numel(), blocksize, torch.get_num_threads()
     if bits == 4:
         status = library.hf_qmoe_quantize_4bit(*pointers, tables.bounds, tables.codes, *sizes)

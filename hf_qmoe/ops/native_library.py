@@ -20,6 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from hf_qmoe.logging import get_logger
 
 
@@ -27,6 +30,9 @@ logger = get_logger(__name__)
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 _MODES = ("auto", *INSTRUCTION_SETS, "off")
+
+#: The dtypes that kernels take, and the numbers they have for them.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _ARGUMENTS = {
@@ -84,6 +90,12 @@ def use_instruction_set(name: str | None) -> None:
         raise RuntimeError(f"the native CPU kernels are not available: {why_not()}")
     if not library.hf_qmoe_select(None if name is None else name.encode()):
         raise ValueError(f"this processor cannot run the CPU kernels for {name!r}; choose one of {INSTRUCTION_SETS}")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a pointer to it can be had: not for fake tensors and other wrappers, nor on other devices."""
+    wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not wrapped
 
 
 @cache

@@ -9,11 +9,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops.native import has_memory
-from hf_qmoe.ops.native_library import load
+from hf_qmoe.ops.native_library import DTYPES, has_memory, load
 
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: An expert that was hit, its first row, the end of its rows, and which of the transposed factors is its.
 Hit = tuple[int, int, int, int]
@@ -33,7 +30,7 @@ class _LoraCall(ctypes.Structure):
 def can_add(x: Tensor, *others: Tensor) -> bool:
     """Whether there are kernels for products in the dtype of `x`, and memory that they can read."""
     library = load().library
-    if library is None or x.dtype not in _DTYPES or not library.hf_qmoe_has_lora():
+    if library is None or x.dtype not in DTYPES or not library.hf_qmoe_has_lora():
         return False
     return all(map(has_memory, (x, *others)))
 
@@ -49,7 +46,7 @@ def add_into(
         lora_A: ``[E, R, K]``.
         experts_B: ``B_e^T`` ``[., R, N]`` in the dtype of `out`, the last dimension contiguous; `hits` says whose.
     """
-    down = lora_A if lora_A.dtype in _DTYPES else lora_A.to(x.dtype)
+    down = lora_A if lora_A.dtype in DTYPES else lora_A.to(x.dtype)
     _call(out, None, None, rows, x, down, experts_B, hits, scaling)
 
 
@@ -71,7 +68,7 @@ def backward_into(
         grad_A: contiguous ``[E, R, K]`` in the dtype of `lora_A`, overwritten, zeros where no row is.
         grad_Bt: contiguous float32 ``[R, E, N]``, likewise.
     """
-    if lora_A.dtype in _DTYPES:
+    if lora_A.dtype in DTYPES:
         _call(grad_x, grad_A, grad_Bt, grad, x, lora_A, experts_B, hits, scaling)
         return
     rounded = torch.empty_like(grad_A, dtype=x.dtype)
@@ -104,7 +101,7 @@ def _call(
         *(experts_B.data_ptr(), hidden.data_ptr(), factors.data_ptr()),
         *(ctypes.addressof(array := (ctypes.c_int64 * max(1, len(flat)))(*flat)), len(hits)),
         *(num_experts, rank, in_features, out_features, experts_B.stride(0), experts_B.stride(1)),
-        *(_DTYPES[x.dtype], _DTYPES[lora_A.dtype], count, grad_A is not None, threads, scaling),
+        *(DTYPES[x.dtype], DTYPES[lora_A.dtype], count, grad_A is not None, threads, scaling),
     )
     status = library.hf_qmoe_lora(ctypes.byref(call))
     assert status == 0, status

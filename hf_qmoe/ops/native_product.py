@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
-from hf_qmoe.ops.native import has_memory
-from hf_qmoe.ops.native_library import load
+from hf_qmoe.ops.native_library import DTYPES, has_memory, load
 from hf_qmoe.ops.operands import Operands
 
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BAD_ARGUMENT, _NO_MEMORY = 2, 3
 
 #: What the gate of an experts layer is: none, rows ``[gate; up]``, or rows gate0, up0, gate1, ...
@@ -56,7 +54,7 @@ class _ExpertsCall(ctypes.Structure):
 
 def multiplies(x: Tensor, *stacks: Operands) -> bool:
     """Whether there are kernels for inputs like `x` and these stacks: memory on the CPU, 4 or 8 bits."""
-    if x.dtype not in _DTYPES or not _has_products():
+    if x.dtype not in DTYPES or not _has_products():
         return False
     if any(stack.absmax is None for stack in stacks):
         return False
@@ -82,7 +80,7 @@ def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets:
     """
     x, stack, offsets = x.contiguous(), stack.contiguous(), expert_offsets.contiguous()
     call = _GroupedLinearCall(
-        *(out.data_ptr(), x.data_ptr(), _DTYPES[x.dtype], x.shape[0], offsets.data_ptr()),
+        *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], x.shape[0], offsets.data_ptr()),
         *(stack.packed.shape[0], torch.get_num_threads(), _described(stack)),
     )
     _run("hf_qmoe_grouped_linear", call)
@@ -113,7 +111,7 @@ def experts_into(
     up, down = up.contiguous(), down.contiguous()
     biases = [None if bias is None else bias.float().contiguous() for bias in (up_bias, down_bias)]
     call = _ExpertsCall(
-        *(out.data_ptr(), x.data_ptr(), _DTYPES[x.dtype], _DTYPES[out.dtype], *index.shape),
+        *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], DTYPES[out.dtype], *index.shape),
         *(index.data_ptr(), weights.data_ptr()),
         *(up.packed.shape[0], *(None if bias is None else bias.data_ptr() for bias in biases)),
         *(GATES.index(gate), ACTIVATIONS.index(activation), torch.get_num_threads()),

@@ -5,35 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    convergence,
-    cpu_kernels,
-    decode,
-    expert_lora,
-    experts_time,
-    growth,
-    linear_4bit,
-    llama,
-    load_memory,
-    prequantized_load,
-    quantize_disk,
-    training_memory,
-)
+from benchmarks import decode, llama, load_memory, prequantized_load, quantize_disk, registry
 
 
-SPAWNING = (
-    convergence,
-    cpu_kernels,
-    decode,
-    expert_lora,
-    experts_time,
-    growth,
-    linear_4bit,
-    load_memory,
-    prequantized_load,
-    quantize_disk,
-    training_memory,
-)
+SPAWNING = [module for module in vars(registry).values() if hasattr(module, "fresh_process")]
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_qmoe.ops import combine, native_library
 from hf_qmoe.ops.combine import combine_experts, dot_rows, spread_tokens
 from hf_qmoe.routing import Routing, route
+from tests.support.kernels import instruction_set
 from tests.support.oracle import DTYPES, NATIVE_DTYPES, assert_same_bits, dtype_name, poisoned_memory, recorded_saves
 
 
@@ -26,15 +27,8 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(combine, "_native", lambda *_: False)
         yield request.param
         return
-    before = native_library.instruction_set()
-    if before is None:
-        pytest.skip(str(native_library.why_not()))
-    try:
-        native_library.use_instruction_set(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native_library.use_instruction_set(before)
+    with instruction_set(request.param) as name:
+        yield name
 
 
 def routing(tokens: int, top_k: int) -> Routing:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_qmoe.factors import split_lora_A, split_lora_B
 from hf_qmoe.ops import native_library, native_lora
 from hf_qmoe.ops.lora import add_expert_lora
+from tests.support.kernels import instruction_set
 from tests.support.oracle import DTYPES, NATIVE_DTYPES, dtype_name, offsets_of, poisoned_memory
 
 
@@ -159,18 +160,10 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(native_lora, "can_add", lambda *_: False)
         yield request.param
         return
-    before = native_library.instruction_set()
-    if before is None:
-        pytest.skip(str(native_library.why_not()))
-    try:
-        native_library.use_instruction_set(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    if not native_lora.can_add(torch.ones(1)):
-        native_library.use_instruction_set(before)
-        pytest.skip(f"no kernels for {request.param}")
-    yield request.param
-    native_library.use_instruction_set(before)
+    with instruction_set(request.param) as name:
+        if not native_lora.can_add(torch.ones(1)):
+            pytest.skip(f"no kernels for {name}")
+        yield name
 
 
 #: Experts, rank, in and out features, rows per expert; some in whole registers, most not.

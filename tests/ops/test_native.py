@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qmoe.ops import build_native, formats, native, native_library
+from tests.support.kernels import instruction_set
 from tests.support.oracle import NATIVE_DTYPES, SCALED, bnb_quantize, dtype_name
 
 
@@ -46,13 +47,8 @@ def kernels() -> None:
 @pytest.fixture(params=("avx512", "avx2", "generic"))
 def isa(request: pytest.FixtureRequest, kernels: None) -> Iterator[str]:
     """Each instruction set of this processor in turn."""
-    before = native_library.instruction_set()
-    try:
-        native_library.use_instruction_set(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native_library.use_instruction_set(before)
+    with instruction_set(request.param) as name:
+        yield name
 
 
 @pytest.fixture

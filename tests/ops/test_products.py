@@ -18,6 +18,7 @@ from hf_qmoe.ops.native_product import ACTIVATIONS, GATES
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.ops.schema import grouped_linear
 from hf_qmoe.packed import PackedStack
+from tests.support import kernels
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,15 +32,8 @@ by_quant_type = pytest.mark.parametrize("quant_type", QUANT_TYPES)
 @pytest.fixture(params=MULTIPLYING)
 def instruction_set(request):
     """Each one that this processor has."""
-    if not native_library.available():
-        pytest.skip(str(native_library.why_not()))
-    before = native_library.instruction_set()
-    try:
-        native_library.use_instruction_set(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native_library.use_instruction_set(before)
+    with kernels.instruction_set(request.param) as name:
+        yield name
 
 
 @pytest.fixture

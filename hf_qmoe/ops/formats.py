@@ -220,7 +220,7 @@ def _quantize_blocks(run: Tensor, quant_type: str, blocksize: int) -> tuple[Tens
     if get_format(quant_type).bits == 4:
         codes, absmax = torch.ops.bitsandbytes.quantize_4bit.default(run, blocksize, quant_type, torch.uint8)
         return codes.view(-1), absmax
-    code = codebook(quant_type, run.device)
+    code = codebook(quant_type, run.device).clone()  # bitsandbytes 0.48 writes -1 into its first value
     codes, absmax = torch.ops.bitsandbytes.quantize_blockwise.default(run, code, blocksize)
     return codes, absmax
 

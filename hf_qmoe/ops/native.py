@@ -181,7 +181,7 @@ def _packs_alike(library: ctypes.CDLL, weight: Tensor, quant_type: str, tables: 
     if bits == 4:
         codes, scales = ops.quantize_4bit.default(weight, 64, quant_type, torch.uint8)
     else:
-        codes, scales = ops.quantize_blockwise.default(weight, _codebook(quant_type), 64)
+        codes, scales = ops.quantize_blockwise.default(weight, _codebook(quant_type).clone(), 64)
     return torch.equal(packed, codes.view(-1)) and torch.equal(absmax, scales.view(-1))
 
 

@@ -484,3 +484,22 @@ torch.save(outputs, sys.argv[1])
             subprocess.run([sys.executable, "-c", text, f"{folder}/{name}"], check=True, capture_output=True)
             results.append(torch.load(f"{folder}/{name}"))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+def test_packing_leaves_the_codebook_alone(quant_type, monkeypatch):
+    """bitsandbytes 0.48 writes -1 into the first value of the table it packs with; ours is shared."""
+    expected = formats.codebook(quant_type, "cpu").clone()
+    monkeypatch.setattr(formats.native, "quantize", lambda *_: None)
+    original = torch.ops.bitsandbytes.quantize_blockwise.default
+
+    def writing(values, code, blocksize):
+        code[0] = -1
+        return original(values, code, blocksize)
+
+    monkeypatch.setattr(torch.ops.bitsandbytes.quantize_blockwise, "default", writing)
+    weight = torch.randn(8, 64)
+    packed, absmax = formats.quantize(weight, quant_type, 64)
+    assert torch.equal(formats.codebook(quant_type, "cpu"), expected)
+    values = expected[packed.long()] * absmax[:, None]
+    assert torch.equal(formats.dequantize(packed, absmax, quant_type, 64, torch.float32), values)

@@ -38,19 +38,27 @@ def offsets_of(*counts: int, device: str = "cpu") -> Tensor:
 def bnb_quantize(
     weight: Tensor, quant_type: str, blocksize: int, double_quant: bool = False
 ) -> tuple[Tensor, bnb.QuantState]:
-    """bitsandbytes' bytes and statistics for one matrix ``[N, K]``."""
+    """bitsandbytes' bytes and statistics for one matrix ``[N, K]``.
+
+    The tables are made anew behind its back: 0.48 writes -1 into the first value of the one it packs with.
+    """
     if quant_type in ("nf4", "fp4"):
         # As one row: bitsandbytes' AVX512 unpacking takes the wrong scales where a block crosses a row of `shape`.
-        return bnb.quantize_4bit(
+        codes, state = bnb.quantize_4bit(
             weight.reshape(1, -1), blocksize=blocksize, quant_type=quant_type, compress_statistics=double_quant
         )
+        if double_quant:
+            state.state2.code = bnb.create_dynamic_map().to(weight.device)
+        return codes, state
     code = bnb.create_dynamic_map() if quant_type == "int8" else bnb.create_fp8_map(True, 4, 3, 8)
-    codes, state = bnb.quantize_blockwise(weight, code=code.to(weight.device), blocksize=blocksize)
+    codes, state = bnb.quantize_blockwise(weight, code=code.to(weight.device, copy=True), blocksize=blocksize)
+    state.code = code.to(weight.device)
     if not double_quant:
         return codes, state
     # `nested=True` would reuse `blocksize`; `compress_statistics` always takes 256, and so does this package.
     offset = state.absmax.mean()
     nested, nested_state = bnb.quantize_blockwise(state.absmax - offset, blocksize=256)
+    nested_state.code = bnb.create_dynamic_map().to(weight.device)
     return codes, bnb.QuantState(
         nested, code=state.code, blocksize=blocksize, dtype=state.dtype, offset=offset, state2=nested_state
     )

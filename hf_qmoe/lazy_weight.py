@@ -262,6 +262,8 @@ class LazyWeight(Tensor):
         if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args)):
             return None  # a mask: the shape depends on its values
         geometry = func(self._geometry, *_replace(args, Tensor, lambda t: t.to("meta")), **kwargs)
+        if func is aten.index.Tensor and 1 in geometry.shape and (1 in self.shape or args[0][0] is None):
+            return None  # torch lays this out in another way where there is memory
         if func is aten._to_copy.default and self._can_unpack_in(geometry):
             return LazyWeight(replace(self._source, dtype=geometry.dtype), self._steps, geometry)
         source = self._source

@@ -1,7 +1,6 @@
 """`LazyWeight` against the plain float tensor it stands for: values, gradients, memory, overwritten weights."""
 
 import copy
-import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch.nn.functional import embedding, grouped_mm, linear
 from hf_qmoe.lazy_weight import LazyWeight, lazy_weight
 from hf_qmoe.ops.torch_ops import release_scratch
 from hf_qmoe.packed import PackedStack
+from tests.support.heap import live_tensors
 from tests.support.oracle import (
     NATIVE_DTYPES,
     assert_same_bits,
@@ -355,6 +355,17 @@ def test_random_chains(data: st.DataObject, transposed: bool, quant_type: str) -
     assert_same(*results)
 
 
+@pytest.mark.parametrize("index", [[2, 0], [1]])
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 2, 3, 0), (3, 0, 2, 1), (2, 1, 0, 3)])
+@pytest.mark.parametrize("ones", range(4))
+def test_an_index_among_dimensions_of_one(ones: int, order: tuple[int, ...], dim: int, index: list[int]) -> None:
+    """Strides are those of the plain tensor also where torch's shape computation gives others."""
+    weight, plain = (t.unsqueeze(ones).permute(order) for t in pair("nf4"))
+    key = (*(slice(None),) * dim, torch.tensor(index) if plain.shape[dim] > 1 else torch.zeros(len(index), dtype=int))
+    assert_same(weight[key], plain[key])
+
+
 AUTOCAST = ("bmm", "matmul", "loop", "linear", "linear-bias", "linear-3d", "einsum", "baddbmm", "addmm", "mv", "index")
 
 
@@ -455,8 +466,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, Storag
 
 def large_floats() -> int:
     """Number of live ordinary float tensors of half an expert or more, that Python knows."""
-    gc.collect()
-    found = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter) and not o.is_meta]
+    found = [t for t in live_tensors() if type(t) in (Tensor, nn.Parameter) and not t.is_meta]
     return sum(t.is_floating_point() and t.numel() >= ROWS * COLUMNS // 2 for t in found)
 
 

@@ -4,7 +4,6 @@ Also with weights that are streamed into recycled slots, offloaded, or routed ot
 """
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from hf_qmoe.ops.torch_ops import release_scratch
 from hf_qmoe.parametrize import _ADAPTED
 from hf_qmoe.pending import PendingParametrization
 from tests.support.experts import float_experts, inputs
+from tests.support.heap import live_tensors
 from tests.support.layers import CHECKPOINTING, counted, run
 from tests.support.lora import FORMS, logits, lora_config, lora_tensors, packed_and_float, randomize
 from tests.support.models import token_ids
@@ -132,11 +132,10 @@ def assert_nothing_global() -> None:
     assert torch.is_grad_enabled()
 
 
-def live_tensors() -> int:
+def count_live() -> int:
     """Number of live tensors."""
     release_scratch()
-    gc.collect()
-    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    return len(live_tensors())
 
 
 def leaves(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +180,7 @@ def train(model: PeftModel, mode: str, dtype: torch.dtype = torch.float32, autoc
         state = torch.get_rng_state()
         assert_nothing_global()
         if len(steps) != 2:  # counting takes longer than the steps
-            alive.append(live_tensors() - sum(1 + len(step.gradients) for step in steps))
+            alive.append(count_live() - sum(1 + len(step.gradients) for step in steps))
     assert alive[1] == alive[0]
     assert_same(packed_state(model), before)
     return steps
@@ -319,7 +318,7 @@ def test_an_error_leaves_clean_state(form: str, mode: str, when: str) -> None:
                 raise AssertionError("nothing was raised")
         assert_nothing_global()
         model.zero_grad()
-        alive.append(live_tensors())
+        alive.append(count_live())
     assert alive[2] == alive[1]
     for step, reference in zip(train(model, mode), expected, strict=True):
         assert_same_bits(step.loss, reference.loss)
@@ -519,7 +518,7 @@ def test_offloaded_experts(
         assert_nothing_global()
         for module in experts_of(model):
             assert_offloaded(module)
-        alive.append(live_tensors())
+        alive.append(count_live())
     assert alive[2] == alive[0]
     for module, tensors in zip(experts_of(model), before, strict=True):
         remove_hook_from_module(module, recurse=True)

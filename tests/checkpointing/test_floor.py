@@ -3,7 +3,6 @@
 `make floor` runs this and other tests with that version; here its hooks are stood in for by the two lines they are.
 """
 
-import gc
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_qmoe import parametrize_experts
 from hf_qmoe.versions import MINIMUM
+from tests.support.heap import live_tensors
 from tests.support.oracle import assert_same_bits
 
 
@@ -74,9 +74,7 @@ def train(layers: list[Layer], checkpointed: bool) -> list[Tensor]:
 
 def full_stacks() -> int:
     """Live float tensors as large as the stack."""
-    gc.collect()
-    tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.is_floating_point())
-    return sum(t.shape == (EXPERTS, COLUMNS, COLUMNS) for t in tensors)
+    return sum(t.is_floating_point() and t.shape == (EXPERTS, COLUMNS, COLUMNS) for t in live_tensors())
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "int8", "bf16"])

@@ -3,7 +3,6 @@
 Each combination trains a tiny model three steps without checkpointing and compares the run with each kind of it.
 """
 
-import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.nn.utils import parametrize
 from hf_qmoe import ExpertsNbit, QMoEConfig, quantize_experts
 from hf_qmoe.ops.torch_ops import release_scratch
 from hf_qmoe.parametrize import packed_parametrizations
+from tests.support.heap import live_tensors
 from tests.support.models import NUM_EXPERTS, experts_of, tiny_model, token_ids
 from tests.support.oracle import assert_same_bits
 
@@ -60,19 +60,17 @@ def build(form: str, quant_type: str, lora: str, dropout: float, dtype: torch.dt
     return model
 
 
-def live_tensors() -> int:
+def count_live() -> int:
     """Number of live tensors."""
     release_scratch()
-    gc.collect()
-    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    return len(live_tensors())
 
 
 def full_stacks(model: nn.Module) -> list[tuple[int, ...]]:
     """Shapes of live float tensors as large as a whole stack, other than the model's own parameters."""
     shapes = {(NUM_EXPERTS, 192, 64), (NUM_EXPERTS, 64, 96), (NUM_EXPERTS, 64, 192), (NUM_EXPERTS, 96, 64)}
-    gc.collect()
     own = {id(p) for p in model.parameters()}
-    tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in own)
+    tensors = (t for t in live_tensors() if id(t) not in own)
     return [tuple(t.shape) for t in tensors if t.is_floating_point() and tuple(t.shape) in shapes]
 
 
@@ -95,7 +93,7 @@ def train(model: nn.Module, mode: bool | None, autocast: bool, dropout: float) -
         optimizer.zero_grad()
         result = loss.detach().clone()
         del loss
-        yield Step(result, gradients, live_tensors())
+        yield Step(result, gradients, count_live())
 
 
 def run(mode: bool | None, form: str, quant_type: str, lora: str, dropout: float, precision: str) -> list[Step]:

@@ -5,7 +5,6 @@ that accelerate puts behind each forward to unload the weights again.
 """
 
 import copy
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hf_qmoe.linears import QMoELinear4bit, replace_linears
 from hf_qmoe.ops.torch_ops import release_scratch
 from hf_qmoe.pending import PendingParametrization
 from tests.support.experts import HIDDEN, float_experts, inputs, packed_experts
+from tests.support.heap import live_tensors
 from tests.support.layers import CHECKPOINTING, MoELayer, Stack, run, trainable_gradients
 from tests.support.models import tiny_model, token_ids
 from tests.support.oracle import assert_same_bits
@@ -76,11 +76,10 @@ def assert_restored(module: nn.Module, expected: dict[str, Tensor]) -> None:
         assert_same_bits(actual[name], tensor)
 
 
-def live_tensors() -> int:
+def count_live() -> int:
     """Number of live tensors."""
     release_scratch()
-    gc.collect()
-    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    return len(live_tensors())
 
 
 class Step:
@@ -124,7 +123,7 @@ def test_experts(
         del actual, expected, tensor
         for layer in offloaded.layers:
             assert_offloaded(layer.experts)
-        alive.append(live_tensors())
+        alive.append(count_live())
     assert alive[2] == alive[0]
     for layer, tensors in zip(offloaded.layers, before, strict=True):
         assert_restored(layer.experts, tensors)
@@ -228,7 +227,7 @@ def test_model(family: str, form: str, place: Callable[[nn.Module, Path], None],
         del actual
         for layer in model.model.layers:
             assert_offloaded(layer.mlp.experts)
-        alive.append(live_tensors())
+        alive.append(count_live())
     assert alive[2] == alive[0]
     with torch.no_grad():
         assert_same_bits(model.eval()(ids).logits, evaluated)

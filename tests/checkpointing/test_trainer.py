@@ -1,6 +1,5 @@
 """Checkpointing under the Trainer: adapters train as without it, and nothing is left behind, errors included."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_qmoe import QMoEConfig
 from hf_qmoe.ops.torch_ops import release_scratch
 from tests.support.checkpoints import load
+from tests.support.heap import live_tensors
 from tests.support.layers import counted
 from tests.support.models import token_ids
 from tests.support.oracle import assert_same_bits
@@ -123,11 +123,10 @@ def assert_nothing_global() -> None:
     assert torch.is_grad_enabled()
 
 
-def live_tensors() -> int:
+def count_live() -> int:
     """Number of live tensors."""
     release_scratch()
-    gc.collect()
-    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    return len(live_tensors())
 
 
 @BOTH_FORMS
@@ -219,7 +218,7 @@ def test_an_error_leaves_nothing(
             arm.remove()
             model.zero_grad(set_to_none=True)
             del trainer, arm
-            alive.append(live_tensors())
+            alive.append(count_live())
             assert_nothing_global()
     assert alive[2] == alive[1]
     assert_same_run(train(model, tmp_path / "after", use_reentrant), expected)

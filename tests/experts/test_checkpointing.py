@@ -1,7 +1,6 @@
 """Activation checkpointing changes neither losses, nor gradients, nor what stays alive."""
 
 import copy
-import gc
 import weakref
 from contextlib import nullcontext
 
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_qmoe.experts import ExpertsNbit
 from tests.support.experts import EXPERTS, HIDDEN, Layout, float_experts, inputs, layout_class, relative_error
+from tests.support.heap import live_tensors
 from tests.support.layers import CHECKPOINTING, MoELayer, Stack, counted, run, trainable_gradients
 from tests.support.oracle import assert_same_bits, storage_params
 
@@ -84,10 +84,9 @@ def test_losses_and_gradients_are_bit_identical(
                 assert_same_bits(gradients[name], gradient)
 
 
-def live_tensors() -> tuple[int, int]:
+def count_live() -> tuple[int, int]:
     """Number of live tensors, and the bytes of their storages."""
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    tensors = live_tensors()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return len(tensors), sum(storages.values())
 
@@ -101,7 +100,7 @@ def test_nothing_stays_alive_after_a_step(mode: str) -> None:
     for _ in range(STEPS):
         model(batch.clone().requires_grad_()).square().mean().backward()
         model.zero_grad()
-        alive.append(live_tensors())
+        alive.append(count_live())
     assert alive[0] == alive[1] == alive[2]
 
 
@@ -169,11 +168,11 @@ def test_a_forward_that_raises_leaves_clean_state(mode: str, when: str) -> None:
         return own_gate(rows)
 
     experts._apply_gate = failing
-    alive = live_tensors()
+    alive = count_live()
     with pytest.raises(ArithmeticError, match="no gate today"):
         step(model)
     model.zero_grad()
-    assert live_tensors() == alive
+    assert count_live() == alive
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.nn.utils.parametrize._cache_enabled == 0

@@ -1,12 +1,10 @@
 """What autograd keeps of an experts layer: activations, and the packed parameters themselves. Never a weight."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +12,7 @@ from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.ops import torch_ops
 from hf_qmoe.packed import PackedStack
 from tests.support.experts import Inputs, Layout, float_experts, gradients, inputs, layout_class
+from tests.support.heap import live_tensors
 from tests.support.oracle import assert_same_bits, recorded_saves, storage_params
 
 
@@ -185,9 +184,7 @@ def test_at_most_one_expert_is_unpacked_at_a_time(quant_type: str, double_quant:
 
 def large_floats() -> set[tuple[int, tuple[int, ...]]]:
     """Address and shape of each live float tensor that has the size of an expert or a stack."""
-    gc.collect()
-    tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor))
-    return {(t.data_ptr(), tuple(t.shape)) for t in tensors if t.is_floating_point() and t.numel() in FORBIDDEN}
+    return {(t.data_ptr(), tuple(t.shape)) for t in live_tensors() if t.is_floating_point() and t.numel() in FORBIDDEN}
 
 
 def test_nothing_large_is_alive_between_forward_and_backward(device: str) -> None:

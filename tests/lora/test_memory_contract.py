@@ -18,6 +18,7 @@ from hf_qmoe.ops import torch_ops
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.pending import PendingParametrization
 from tests.support.experts import Inputs, Layout, float_experts, inputs, layout_class
+from tests.support.heap import live_tensors
 from tests.support.lora import FORMS, lora_tensors, randomize
 from tests.support.oracle import assert_same_bits, recorded_saves, storage_params
 
@@ -295,9 +296,11 @@ def test_at_most_one_expert_is_unpacked_at_a_time(quant_type: str, double_quant:
 
 def large_floats() -> set[tuple[int, tuple[int, ...]]]:
     """Address and shape of each live float tensor that is as large as an expert."""
-    gc.collect()
-    tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and type(o) not in LAZY)
-    plain = (t for t in tensors if t.is_floating_point() and not t.is_meta and t.numel() >= SMALLEST)
+    plain = (
+        t
+        for t in live_tensors()
+        if type(t) not in LAZY and t.is_floating_point() and not t.is_meta and t.numel() >= SMALLEST
+    )
     return {(t.data_ptr(), tuple(t.shape)) for t in plain}
 
 

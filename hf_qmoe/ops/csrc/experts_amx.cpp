@@ -224,26 +224,26 @@ class Worker<AmxMath> : public Worker<BFloat16Math> {
     using Worker<BFloat16Math>::Worker;
 
     template <class Take>
-    void multiply_tile(const PackedStack& stack, int64_t expert, const int64_t* tile, int64_t advance,
-                       const PackedRows& rows, int64_t first, int64_t last, const Take& take) {
+    void multiply_tile(const PackedStack& stack, int64_t expert, const Tile& tile, const PackedRows& rows,
+                       int64_t first, int64_t last, const Take& take) {
         if (last - first < kManyRows)
-            Worker<BFloat16Math>::multiply_tile(stack, expert, tile, advance, rows.rows(), first, last, take);
+            Worker<BFloat16Math>::multiply_tile(stack, expert, tile, rows.rows(), first, last, take);
         else if (stack.bits == 4)
-            multiply_many<BFloat16Math::Unpack4, 4>(stack, expert, tile, advance, rows, first, last, take);
+            multiply_many<BFloat16Math::Unpack4, 4>(stack, expert, tile, rows, first, last, take);
         else
-            multiply_many<BFloat16Math::Unpack8, 8>(stack, expert, tile, advance, rows, first, last, take);
+            multiply_many<BFloat16Math::Unpack8, 8>(stack, expert, tile, rows, first, last, take);
     }
 
   private:
     template <class Unpack, int kBits, class Take>
-    void multiply_many(const PackedStack& stack, int64_t index, const int64_t* tile, int64_t advance,
-                       const PackedRows& rows, int64_t first, int64_t last, const Take& take) {
+    void multiply_many(const PackedStack& stack, int64_t index, const Tile& tile, const PackedRows& rows,
+                       int64_t first, int64_t last, const Take& take) {
         const Expert expert(stack, index);
         const int64_t groups = padded(stack.columns) / kGroup, size = rows.block_size();
         const int64_t count = last - first, pairs = blocks_of(count, 2 * kTileSize);
         Unpack unpack(stack.codebook, false);
         for (int q = 0; q < kTileRows; q += kQuad)
-            unpack_rows<Unpack, kBits, kTileRows>(stack, expert, tile + q, unpack, weights_.get() + q * kGroup);
+            unpack_rows<Unpack, kBits, kTileRows>(stack, expert, tile, q, unpack, weights_.get() + q * kGroup);
         tiles_.use();
         for (int64_t pair = 0; pair < pairs; pair++) {
             const int64_t from = pair * 2 * kTileSize, length = least(count - from, 2 * kTileSize);
@@ -251,7 +251,7 @@ class Worker<AmxMath> : public Worker<BFloat16Math> {
             float values[2 * kTileSize][kTileRows];
             // Read from memory while there is time, what the next tile is unpacked from.
             for (int64_t j = kTileRows * pair / pairs; j < kTileRows * (pair + 1) / pairs; j++)
-                PackedQuad::prefetch(expert.codes((tile[j] + advance) * stack.columns), stack.columns * kBits / 8);
+                prefetch(expert.codes(tile.rows[j] * stack.columns + tile.apart), stack.columns * kBits / 8);
             if (length > kTileSize)
                 multiply_blocks<true>(weights_.get(), x, size, groups, values);
             else
@@ -299,8 +299,8 @@ bool hf_qmoe_agrees_amx() {
 
     const Buffer<BFloat16> x(kRows * padded(kColumns));
     const int64_t offsets[] = {0, kRows};
-    int64_t tile[kTileRows];
-    rows_of_tile(0, kTileRows, tile);
+    Tile tile = {};
+    rows_of_tile(0, kTileRows, tile.rows);
     Worker<AmxMath> worker(kColumns);
     Worker<BFloat16Math> other(kColumns);
     if (!x.get() || !worker.has_memory() || !other.has_memory()) return false;
@@ -313,9 +313,9 @@ bool hf_qmoe_agrees_amx() {
     if (!packed_rows.has_memory()) return false;
 
     float sums[kRows][kTileRows], expected[kRows][kTileRows];
-    worker.multiply_tile(stack, 0, tile, 0, packed_rows, 0, kRows,
+    worker.multiply_tile(stack, 0, tile, packed_rows, 0, kRows,
                          [&](int64_t row, const float* values) { memcpy(sums[row], values, sizeof sums[row]); });
-    other.multiply_tile(stack, 0, tile, 0, rows, 0, kRows,
+    other.multiply_tile(stack, 0, tile, rows, 0, kRows,
                         [&](int64_t row, const float* values) { memcpy(expected[row], values, sizeof sums[row]); });
     // Sums of 160 terms below 1, up to 13 in size: ten units of their last place. Emulated they are 1.4e-6 apart.
     bool agrees = true;

@@ -16,6 +16,7 @@ struct FloatMath {
     using Unpack4 = ::Unpack4<float>;
     using Unpack8 = ::Unpack8<float>;
     static constexpr int kLanes = 8, kTokens = 2, kDirectTokens = 0;
+    static constexpr bool kSplits = false;
 
     static Vector load(const Elem* from) { return _mm256_loadu_ps(from); }
     static Sum zero() { return _mm256_setzero_ps(); }

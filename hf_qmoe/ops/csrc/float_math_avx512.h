@@ -13,6 +13,7 @@ struct FloatMath {
     using Unpack4 = ::Unpack4<float>;
     using Unpack8 = ::Unpack8<float>;
     static constexpr int kLanes = 16, kTokens = 6, kDirectTokens = 2;
+    static constexpr bool kSplits = false;
 
     static void look_up(const Unpack4& unpack, const uint8_t* in, Vector (&out)[4]) {
         for (int i = 0; i < 4; i++) out[i] = unpack.look_up(in + 8 * i);

@@ -36,6 +36,10 @@ class Expert {
         return buffer;
     }
 
+    // Where the scale of a block lies, and the bytes that a scale takes.
+    const char* scale_at(int64_t block) const { return codes_ ? bytes_at(codes_, block) : bytes_at(scales_, block); }
+    int64_t scale_bytes() const { return codes_ ? 1 : (int64_t)sizeof(float); }
+
   private:
     const PackedStack& stack_;
     const uint8_t* packed_;

@@ -129,10 +129,15 @@ class PackedModule(nn.Module):
 
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
-        stored = {field: getattr(self, name + suffix, None) for field, suffix in SUFFIXES.items()}
+        stored = {field: self._stored(name + suffix) for field, suffix in SUFFIXES.items()}
         # Views: what autograd saves of them stays what it was when someone assigns to `parameter.data`.
         tensors: dict[str, Any] = {f: None if t is None else as_used(t.detach()) for f, t in stored.items()}
         return PackedStack(quant_type=self.quant_type, **tensors)
+
+    def _stored(self, name: str) -> Tensor | None:
+        """The attribute `name`, if there is one: asking a module for what it does not have takes it microseconds."""
+        parameter = self._parameters.get(name)
+        return self.__dict__.get(name) if parameter is None else parameter  # FSDP1 puts plain tensors in their place
 
     def stacks(self) -> dict[str, PackedStack]:
         """All stacks by parameter name."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.cuda import READS_ON_HOST
 from hf_qmoe.ops.grouped_mm import experts_of_rows
 
@@ -65,7 +66,7 @@ def _(rows: Tensor, expert_offsets: Tensor) -> Tensor:
 
 def _check(rows: Tensor, bias: Tensor, expert_offsets: Tensor) -> None:
     expected = (expert_offsets.shape[0] - 1, rows.shape[1])
-    torch._check(
+    check(
         bias.shape == expected and bias.dtype == rows.dtype,
         lambda: f"bias must be {rows.dtype} {expected}, got {bias.dtype} {tuple(bias.shape)}",
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.native_library import DTYPES, has_memory, load
 
 
@@ -162,31 +163,31 @@ def _move(
 
 
 def _check_pairs(weights: Tensor | None, inverse: Tensor, expert_offsets: Tensor | None) -> None:
-    torch._check(
+    check(
         inverse.ndim == 2 and inverse.dtype == torch.int64,
         lambda: f"inverse must be int64 [T, k], got {inverse.dtype} {tuple(inverse.shape)}",
     )
     if weights is not None:
-        torch._check(
+        check(
             weights.shape == inverse.shape and weights.is_floating_point(),
             lambda: f"weights must be floats {tuple(inverse.shape)}, got {weights.dtype} {tuple(weights.shape)}",
         )
     if expert_offsets is not None:
-        torch._check(
+        check(
             expert_offsets.ndim == 1 and expert_offsets.dtype == torch.int64 and expert_offsets.shape[0] > 0,
             lambda: f"expert_offsets must be int64 [E + 1], got {expert_offsets.dtype} {tuple(expert_offsets.shape)}",
         )
 
 
 def _check_rows(rows: Tensor, inverse: Tensor) -> None:
-    torch._check(
+    check(
         rows.ndim == 2 and rows.shape[0] == inverse.numel() and rows.is_floating_point(),
         lambda: f"rows must be floats [{inverse.numel()}, H], got {rows.dtype} {tuple(rows.shape)}",
     )
 
 
 def _check_tokens(tokens: Tensor, inverse: Tensor) -> None:
-    torch._check(
+    check(
         tokens.ndim == 2 and tokens.shape[0] == inverse.shape[0] and tokens.is_floating_point(),
         lambda: f"tokens must be floats [{inverse.shape[0]}, H], got {tokens.dtype} {tuple(tokens.shape)}",
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import native_product
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.ops.schema import check_stack
 
@@ -88,29 +89,23 @@ def _check(
 ) -> None:
     for stack in (up, down):
         check_stack(*stack)
-    torch._check(
-        native_product.multiplies(x, up, down), lambda: f"there are no fused kernels for {x.dtype} on {x.device}"
-    )
+    check(native_product.multiplies(x, up, down), lambda: f"there are no fused kernels for {x.dtype} on {x.device}")
     (experts, up_rows, hidden), (_, _, features) = up.shape, down.shape
-    torch._check(
+    check(
         x.ndim == 2 and x.shape[1] == hidden and down.shape == (experts, hidden, features),
         lambda: f"x {tuple(x.shape)}, up {up.shape} and down {down.shape} do not belong together",
     )
     expected = features if gate == "none" else 2 * features
-    torch._check(
-        up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}"
-    )
-    torch._check(
+    check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
+    check(
         top_k_index.ndim == 2 and top_k_index.shape[0] == x.shape[0] and top_k_index.shape == top_k_weights.shape,
         lambda: (
             f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must be [T, k]"
         ),
     )
     for bias, stack in zip(biases, (up, down), strict=True):
-        torch._check(
+        check(
             bias is None or bias.shape == stack.shape[:2],
             lambda bias=bias, stack=stack: f"a bias is {tuple(bias.shape)}, its stack {stack.shape}",
         )
-    torch._check(
-        out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}"
-    )
+    check(out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hf_qmoe.ops.checks import check
+
 
 #: Elements of a result that are computed at a time, on the CPU.
 _AT_ONCE = 1 << 16
@@ -81,9 +83,7 @@ def _split(rows: Tensor, is_concatenated: bool) -> tuple[Tensor, ...]:
 
 
 def _check(rows: Tensor) -> None:
-    torch._check(
-        rows.ndim == 2 and rows.shape[1] % 2 == 0, lambda: f"rows must be [S, 2 * I], got {tuple(rows.shape)}"
-    )
+    check(rows.ndim == 2 and rows.shape[1] % 2 == 0, lambda: f"rows must be [S, 2 * I], got {tuple(rows.shape)}")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import native_lora
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.cuda import READS_ON_HOST
 from hf_qmoe.ops.torch_ops import take_scratch
 
@@ -165,11 +166,11 @@ def _buffer(shape: tuple[int, int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 def _check(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offsets: Tensor) -> None:
     num_experts = expert_offsets.shape[0] - 1
-    torch._check(
+    check(
         x.ndim == 2 and lora_A.ndim == 2 and lora_A.shape[1] == x.shape[1],
         lambda: f"lora_A must be [E * R, {x.shape[-1]}], got {tuple(lora_A.shape)}",
     )
-    torch._check(
+    check(
         lora_B.ndim == 2 and lora_B.shape[1] == lora_A.shape[0] and lora_A.shape[0] % num_experts == 0,
         lambda: (
             f"lora_A {tuple(lora_A.shape)} and lora_B {tuple(lora_B.shape)} are no [E * R, K] and [N, R * E] for "
@@ -177,7 +178,7 @@ def _check(rows: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, expert_offse
         ),
     )
     expected = (x.shape[0], lora_B.shape[0])
-    torch._check(
+    check(
         rows.shape == expected and rows.dtype == x.dtype,
         lambda: f"rows must be {x.dtype} {expected}, got {rows.dtype} {tuple(rows.shape)}",
     )

@@ -94,7 +94,8 @@ def use_instruction_set(name: str | None) -> None:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a pointer to it can be had: not for fake tensors and other wrappers, nor on other devices."""
-    wrapped = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    cls = type(tensor)
+    wrapped = cls is not Tensor and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not wrapped
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops import torch_ops
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.cuda import READS_ON_HOST
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, get_format
 
@@ -106,7 +107,7 @@ def dequantize_stack(
 ) -> Tensor:
     """A whole stack as ``[E, N, K]`` in `dtype`; the arguments are those of `grouped_linear`. Not differentiable."""
     check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
-    torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
+    check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     return torch_ops.dequantize_stack(packed, absmax, nested_absmax, nested_offset, quant_type, dtype)
 
 
@@ -120,7 +121,7 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     check_stack(packed, absmax, nested_absmax, nested_offset, quant_type)
-    torch._check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
+    check(dtype in _FLOATS, lambda: f"dtype must be a float dtype, got {dtype}")
     shape = (packed.shape[0], *torch_ops.logical_shape(packed, quant_type))
     return torch.empty(shape, dtype=dtype, device=packed.device)
 
@@ -138,25 +139,25 @@ def check_stack(
         RuntimeError: a shape or dtype that native code must not see.
     """
     fmt = get_format(quant_type)
-    torch._check(
+    check(
         packed.ndim == 3 and packed.dtype == torch.uint8,
         lambda: f"packed must be uint8 [E, N, bytes], got {packed.dtype} {tuple(packed.shape)}",
     )
-    torch._check(
+    check(
         (absmax is not None) == fmt.has_scales,
         lambda: f"{quant_type} {'needs' if fmt.has_scales else 'has no'} absmax",
     )
-    torch._check(packed.shape[2] * 8 % fmt.bits == 0, lambda: f"packed rows of {packed.shape[2]} bytes end mid-weight")
+    check(packed.shape[2] * 8 % fmt.bits == 0, lambda: f"packed rows of {packed.shape[2]} bytes end mid-weight")
     if absmax is None:
-        torch._check(
+        check(
             nested_absmax is None and nested_offset is None,
             lambda: f"{quant_type} has no nested_absmax and nested_offset",
         )
         return
     nested = nested_absmax is not None
-    torch._check(nested == (nested_offset is not None), lambda: "nested_absmax and nested_offset come together")
+    check(nested == (nested_offset is not None), lambda: "nested_absmax and nested_offset come together")
     expected = torch.uint8 if nested else torch.float32
-    torch._check(
+    check(
         absmax.dtype == expected,
         lambda: (
             f"absmax must be {expected}, got {absmax.dtype}: the scales of packed weights must not be cast. "
@@ -165,25 +166,23 @@ def check_stack(
     )
     for scale in (nested_absmax, nested_offset):
         if scale is not None:
-            torch._check(
+            check(
                 scale.dtype == torch.float32,
                 lambda dtype=scale.dtype: f"nested scales must be float32, got {dtype}: they must not be cast",
             )
-    torch._check(
+    check(
         absmax.shape[0] == packed.shape[0],
         lambda: f"absmax is for {absmax.shape[0]} experts, packed for {packed.shape[0]}",
     )
     # Native code reads one scale per block without asking how many there are.
     blocks, weights = absmax.shape[1:].numel(), packed.shape[1] * packed.shape[2] * 8 // fmt.bits
-    torch._check(
+    check(
         blocks > 0 and weights % blocks == 0, lambda: f"absmax has {blocks} scales for {weights} weights of an expert"
     )
     if nested_absmax is not None and nested_offset is not None:
         shape = (packed.shape[0], -(blocks // -NESTED_BLOCKSIZE))
-        torch._check(
-            nested_absmax.shape == shape, lambda: f"nested_absmax must be {shape}, got {tuple(nested_absmax.shape)}"
-        )
-        torch._check(
+        check(nested_absmax.shape == shape, lambda: f"nested_absmax must be {shape}, got {tuple(nested_absmax.shape)}")
+        check(
             nested_offset.shape == shape[:1],
             lambda: f"nested_offset must be {shape[:1]}, got {tuple(nested_offset.shape)}",
         )
@@ -191,9 +190,9 @@ def check_stack(
 
 def _check_product(x: Tensor, packed: Tensor, expert_offsets: Tensor, quant_type: str, transpose: bool) -> None:
     inner = torch_ops.logical_shape(packed, quant_type)[0 if transpose else 1]
-    torch._check(x.ndim == 2 and x.shape[1] == inner, lambda: f"x must be [S, {inner}], got {tuple(x.shape)}")
-    torch._check(x.dtype in _FLOATS, lambda: f"x must be a float tensor, got {x.dtype}")
-    torch._check(
+    check(x.ndim == 2 and x.shape[1] == inner, lambda: f"x must be [S, {inner}], got {tuple(x.shape)}")
+    check(x.dtype in _FLOATS, lambda: f"x must be a float tensor, got {x.dtype}")
+    check(
         expert_offsets.shape == (packed.shape[0] + 1,) and expert_offsets.dtype == torch.int64,
         lambda: (
             f"expert_offsets must be int64 [{packed.shape[0] + 1}], got "

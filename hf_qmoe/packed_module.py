@@ -129,15 +129,17 @@ class PackedModule(nn.Module):
 
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
-        stored = {field: self._stored(name + suffix) for field, suffix in SUFFIXES.items()}
+        stored = zip(SUFFIXES, self.stored_tensors(name), strict=True)
         # Views: what autograd saves of them stays what it was when someone assigns to `parameter.data`.
-        tensors: dict[str, Any] = {f: None if t is None else as_used(t.detach()) for f, t in stored.items()}
+        tensors: dict[str, Any] = {field: None if t is None else as_used(t.detach()) for field, t in stored}
         return PackedStack(quant_type=self.quant_type, **tensors)
 
-    def _stored(self, name: str) -> Tensor | None:
-        """The attribute `name`, if there is one: asking a module for what it does not have takes it microseconds."""
-        parameter = self._parameters.get(name)
-        return self.__dict__.get(name) if parameter is None else parameter  # FSDP1 puts plain tensors in their place
+    def stored_tensors(self, name: str) -> list[Tensor | None]:
+        """The parameters of one projection as they are stored, in the order of the fields of `PackedStack`."""
+        # Asking a module for an attribute that it does not have takes it microseconds. FSDP1 puts plain tensors there.
+        own, others = self._parameters, self.__dict__
+        keys = [name + suffix for suffix in SUFFIXES.values()]
+        return [others.get(key) if (parameter := own.get(key)) is None else parameter for key in keys]
 
     def stacks(self) -> dict[str, PackedStack]:
         """All stacks by parameter name."""

@@ -57,12 +57,11 @@ def fused_experts(
         RuntimeError: an argument has the wrong shape or dtype, or there are no kernels for these operands.
         ValueError: an index is negative.
     """
-    up = Operands(up_packed, up_absmax, up_nested_absmax, up_nested_offset, quant_type)
-    down = Operands(down_packed, down_absmax, down_nested_absmax, down_nested_offset, quant_type)
-    _check(x, top_k_index, top_k_weights, up, down, (up_bias, down_bias), gate, out_dtype)
-    out = x.new_empty(x.shape, dtype=out_dtype)
-    native_product.experts_into(out, x, top_k_index, top_k_weights, up, down, up_bias, down_bias, gate, activation)
-    return out
+    up = Operands(up_packed, up_absmax, up_nested_absmax, up_nested_offset, quant_type).contiguous()
+    down = Operands(down_packed, down_absmax, down_nested_absmax, down_nested_offset, quant_type).contiguous()
+    check(can_fuse(x, up, down), lambda: f"there are no fused kernels for {x.dtype} on {x.device}")
+    prepared = PreparedExperts(up, down, gate)
+    return prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
 
 
 @fused_experts.register_fake
@@ -77,35 +76,62 @@ def can_fuse(x: Tensor, *stacks: Operands) -> bool:
     return native_product.multiplies(x, *stacks)
 
 
-def _check(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Operands,
-    down: Operands,
-    biases: tuple[Tensor | None, Tensor | None],
-    gate: str,
-    out_dtype: torch.dtype,
-) -> None:
-    for stack in (up, down):
-        check_stack(*stack)
-    check(native_product.multiplies(x, up, down), lambda: f"there are no fused kernels for {x.dtype} on {x.device}")
-    (experts, up_rows, hidden), (_, _, features) = up.shape, down.shape
-    check(
-        x.ndim == 2 and x.shape[1] == hidden and down.shape == (experts, hidden, features),
-        lambda: f"x {tuple(x.shape)}, up {up.shape} and down {down.shape} do not belong together",
-    )
-    expected = features if gate == "none" else 2 * features
-    check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
-    check(
-        top_k_index.ndim == 2 and top_k_index.shape[0] == x.shape[0] and top_k_index.shape == top_k_weights.shape,
-        lambda: (
-            f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must be [T, k]"
-        ),
-    )
-    for bias, stack in zip(biases, (up, down), strict=True):
+class PreparedExperts:
+    """The packed weights of a layer, checked and described for the kernels, so that many calls need not do it again.
+
+    It holds addresses and no tensor, or weights could not be offloaded: the caller knows that they are still there.
+
+    Args:
+        up: contiguous; see `fused_experts`. `can_fuse` has been asked.
+        down: likewise.
+        gate: one of `hf_qmoe.ops.native_product.GATES`.
+
+    Raises:
+        RuntimeError: tensors do not belong together.
+    """
+
+    def __init__(self, up: Operands, down: Operands, gate: str) -> None:
+        for stack in (up, down):
+            check_stack(*stack)
+        (experts, up_rows, hidden), (_, _, features) = up.shape, down.shape
         check(
-            bias is None or bias.shape == stack.shape[:2],
-            lambda bias=bias, stack=stack: f"a bias is {tuple(bias.shape)}, its stack {stack.shape}",
+            down.shape == (experts, hidden, features),
+            lambda: f"up {up.shape} and down {down.shape} do not belong together",
         )
-    check(out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}")
+        expected = features if gate == "none" else 2 * features
+        check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
+        self._up_bias_shape, self._down_bias_shape, self._gate = (experts, up_rows), (experts, hidden), gate
+        self._stacks = native_product.describe(up), native_product.describe(down)
+
+    def run(
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """`fused_experts` with these weights."""
+        experts, hidden = self._down_bias_shape
+        check(x.ndim == 2 and x.shape[1] == hidden, lambda: f"x must be [T, {hidden}], got {tuple(x.shape)}")
+        check(
+            top_k_index.ndim == 2 and top_k_index.shape[0] == x.shape[0] and top_k_index.shape == top_k_weights.shape,
+            lambda: (
+                f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must be [T, k]"
+            ),
+        )
+        for bias, shape in ((up_bias, self._up_bias_shape), (down_bias, self._down_bias_shape)):
+            check(
+                bias is None or bias.shape == shape,
+                lambda bias=bias, shape=shape: f"a bias must be {shape}, got {tuple(bias.shape)}",
+            )
+        check(
+            out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}"
+        )
+        out = x.new_empty(x.shape, dtype=out_dtype)
+        native_product.experts_into(
+            *(out, x, top_k_index, top_k_weights, experts, *self._stacks, up_bias, down_bias, self._gate, activation)
+        )
+        return out

@@ -22,7 +22,9 @@ GATES = ("none", "concatenated", "interleaved")
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2")
 
 
-class _PackedStack(ctypes.Structure):
+class DescribedStack(ctypes.Structure):
+    """Addresses and sizes of a stack, as the kernels take it; made by `describe`."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "nested_absmax", "nested_offset")),
         *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook")),
@@ -36,7 +38,7 @@ class _GroupedLinearCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dtype", "count")),
         ("offsets", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_experts", "threads")),
-        ("weights", _PackedStack),
+        ("weights", DescribedStack),
     )
 
 
@@ -48,17 +50,20 @@ class _ExpertsCall(ctypes.Structure):
         ("num_experts", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("up_bias", "down_bias")),
         *((name, ctypes.c_int64) for name in ("gate", "activation", "threads")),
-        *((name, _PackedStack) for name in ("up", "down")),
+        *((name, DescribedStack) for name in ("up", "down")),
     )
 
 
 def multiplies(x: Tensor, *stacks: Operands) -> bool:
     """Whether there are kernels for inputs like `x` and these stacks: memory on the CPU, 4 or 8 bits."""
-    if x.dtype not in DTYPES or not _has_products():
+    if not takes(x) or any(stack.absmax is None for stack in stacks):
         return False
-    if any(stack.absmax is None for stack in stacks):
-        return False
-    return has_memory(x) and all(has_memory(tensor) for stack in stacks for tensor in stack.tensors)
+    return all(has_memory(tensor) for stack in stacks for tensor in stack.tensors)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether there are kernels for inputs like `x`."""
+    return x.dtype in DTYPES and has_memory(x) and _has_products()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asked while a graph is traced, too
@@ -81,7 +86,7 @@ def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets:
     x, stack, offsets = x.contiguous(), stack.contiguous(), expert_offsets.contiguous()
     call = _GroupedLinearCall(
         *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], x.shape[0], offsets.data_ptr()),
-        *(stack.packed.shape[0], torch.get_num_threads(), _described(stack)),
+        *(stack.packed.shape[0], torch.get_num_threads(), describe(stack)),
     )
     _run("hf_qmoe_grouped_linear", call)
 
@@ -91,8 +96,9 @@ def experts_into(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    up: Operands,
-    down: Operands,
+    num_experts: int,
+    up: DescribedStack,
+    down: DescribedStack,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: str,
@@ -102,20 +108,20 @@ def experts_into(
 
     Args:
         out: contiguous ``[T, H]`` in the dtype of `x` or float32, overwritten.
+        num_experts: E of both stacks.
 
     Raises:
         ValueError: an index is negative.
         MemoryError: not enough memory for the activations.
     """
     x, index, weights = x.contiguous(), top_k_index.long().contiguous(), top_k_weights.float().contiguous()
-    up, down = up.contiguous(), down.contiguous()
     biases = [None if bias is None else bias.float().contiguous() for bias in (up_bias, down_bias)]
     call = _ExpertsCall(
         *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], DTYPES[out.dtype], *index.shape),
         *(index.data_ptr(), weights.data_ptr()),
-        *(up.packed.shape[0], *(None if bias is None else bias.data_ptr() for bias in biases)),
+        *(num_experts, *(None if bias is None else bias.data_ptr() for bias in biases)),
         *(GATES.index(gate), ACTIVATIONS.index(activation), torch.get_num_threads()),
-        *(_described(up), _described(down)),
+        *(up, down),
     )
     _run("hf_qmoe_experts", call)
 
@@ -131,8 +137,8 @@ def _run(name: str, call: ctypes.Structure) -> None:
     assert status == 0, status
 
 
-def _described(stack: Operands) -> _PackedStack:
-    """Pointers and sizes; `stack` must outlive them."""
+def describe(stack: Operands) -> DescribedStack:
+    """Addresses and sizes of a contiguous stack, which must outlive them."""
     assert stack.absmax is not None
     bits = get_format(stack.quant_type).bits
     _, rows, columns = stack.shape
@@ -141,7 +147,7 @@ def _described(stack: Operands) -> _PackedStack:
         assert NESTED_BLOCKSIZE == 256, "a constant of the kernels"
         codes = codebook("int8", "cpu").data_ptr()
         nested = (stack.nested_absmax.data_ptr(), stack.nested_offset.data_ptr(), codes)
-    return _PackedStack(
+    return DescribedStack(
         *(stack.packed.data_ptr(), stack.absmax.data_ptr(), *nested, codebook(stack.quant_type, "cpu").data_ptr()),
         *(rows, columns, stack.blocksize, bits),
     )

@@ -2,12 +2,14 @@
 
 All arms hold the same weights (`benchmarks.arms`), are verified against float32, and take turns in one process, so
 that a busy moment of the machine falls on all of them; ratios are medians over the rounds. At one token the experts
-that were hit are read once and little else is done: what that comes to in GB/s is compared with what the machine can
-read.
+that were hit are read once and little else is done: the call, and the kernel within it, is compared with a loop that
+reads as many bytes and does nothing else, and takes its turns with them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +17,18 @@ import torch
 
 from benchmarks import arms, layers, ours
 from benchmarks.arms import BASELINE, Weights, step
-from benchmarks.bandwidth import read_bandwidth
+from benchmarks.bandwidth import PlainRead
 from benchmarks.case import Case, Result, Row, verified_in_run
 from benchmarks.layers import OLMOE, QWEN3_30B, Dims, Layer
 from benchmarks.memory import fresh_process
 from benchmarks.timing import Turns, interleave
+from hf_qmoe.ops import native_product
 
 
 MODES = ("forward", "forward_backward")
+PLAIN_READ = "plain_read"
+#: Highest time of the kernel for one token, relative to reading its packed bytes: three quarters of the bandwidth.
+KERNEL_TARGET = 4 / 3
 COMPETITORS = ("whole_stack", "experts4bit_qlora")  # other ways to use packed experts; ours is compared with each
 
 
@@ -38,7 +44,7 @@ class Size:
     many_tokens: int = 512
     rounds_of_many: int = 7
     limit_ms: float = 2000.0
-    bandwidth_bytes: int = 1 << 30
+    bytes_read: int = 1 << 28
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -48,8 +54,8 @@ def measure(size: Size, dims: Dims) -> Result:
     weights = Weights(dims)
     made, notes = arms.make_arms(weights)
     arms.check(weights, made, size.tokens)
-    bandwidth = read_bandwidth(size.bandwidth_bytes)
-    rows = [bandwidth]
+    plain_read = PlainRead(size.bytes_read)
+    rows: list[Row] = []
     for tokens in size.tokens:
         given = layers.inputs(dims, tokens, seed=tokens)
         config = {"T": tokens} | dims.config
@@ -59,15 +65,19 @@ def measure(size: Size, dims: Dims) -> Result:
             }
             fitting = arms.fitting(present, dims, tokens)
             steps = {arm: partial(step, layer, given, mode) for arm, layer in fitting.items()}
+            reads = (tokens, mode) == (1, "forward")
+            if reads:
+                steps[PLAIN_READ] = plain_read
             rounds = size.rounds if tokens < size.many_tokens else size.rounds_of_many
-            turns = interleave(steps, rounds, limit_ms=size.limit_ms, keep=(BASELINE, *ours.VARIANTS))
+            with kernel_times() as kernel:
+                turns = interleave(steps, rounds, limit_ms=size.limit_ms, keep=(BASELINE, PLAIN_READ, *ours.VARIANTS))
+            if reads:
+                rows += _read_rows(turns, kernel[-rounds:], plain_read.nbytes, weights, config)
             notes += left_out(present, turns, f"{mode} at E={dims.experts}, T={tokens}", size.limit_ms)
             timed = turns.rows(config, mode, BASELINE)
             rows += [ours.with_time_target(row, mode, tokens) for row in timed]
             for other in COMPETITORS:
                 rows += [row for row in turns.rows(config, mode, other) if row.arm in ours.VARIANTS]
-            if (tokens, mode) == (1, "forward"):
-                rows += [_read_rate(row, weights, bandwidth) for row in timed if row.arm in ours.VARIANTS]
     return Result(rows, {}, notes)
 
 
@@ -78,12 +88,39 @@ def left_out(made: Mapping[str, Layer], turns: Turns, where: str, limit_ms: floa
     return slow + [f"{arm}: left out of {where}, it would copy gigabytes of weights" for arm in sorted(large)]
 
 
-def _read_rate(row: Row, weights: Weights, bandwidth: Row) -> Row:
-    """Packed bytes and scales of the experts that one token hits, over the time of the call."""
+@contextmanager
+def kernel_times() -> Iterator[list[float]]:
+    """Milliseconds that each call of the package's kernels for a whole layer takes within the block."""
+    times: list[float] = []
+    run = native_product._run
+
+    def timed(name: str, call: Any) -> None:
+        start = time.perf_counter()
+        run(name, call)
+        if name == "hf_qmoe_experts":
+            times.append((time.perf_counter() - start) * 1e3)
+
+    native_product._run = timed
+    try:
+        yield times
+    finally:
+        native_product._run = run
+
+
+def _read_rows(
+    turns: Turns, kernel: list[float], bytes_read: int, weights: Weights, config: Mapping[str, Any]
+) -> list[Row]:
+    """What one token's packed bytes and scales take: a plain read of as many, our whole call, the kernel within it."""
     stored = sum(parameter.nbytes for parameter in weights.packed.parameters())
-    rate = stored * weights.dims.top_k / weights.dims.experts / row.value / 1e6
-    ratio = rate / bandwidth.value
-    return Row(row.arm, row.config, "read_rate", "GB/s", rate, "read_bandwidth", ratio, repeats=row.repeats)
+    share = stored * weights.dims.top_k / weights.dims.experts / bytes_read
+    times = {
+        PLAIN_READ: [t * share for t in turns.times.pop(PLAIN_READ)],
+        ours.DEFAULT: turns.times[ours.DEFAULT],
+    }
+    if kernel:  # none on a machine without
+        times["hf_qmoe_kernel"] = kernel
+    rows = Turns(times, {}).rows(config, "read_packed", PLAIN_READ)
+    return [replace(row, target=KERNEL_TARGET if row.arm == "hf_qmoe_kernel" else None) for row in rows]
 
 
 def run(size: Size) -> Result:
@@ -104,6 +141,6 @@ CASE = Case(
     verified_in_run,
     {
         "full": Size(),
-        "toy": Size((Dims(4, 64, 64, 2),), tokens=(1, 16), rounds=7, bandwidth_bytes=1 << 20),
+        "toy": Size((Dims(4, 64, 64, 2),), tokens=(1, 16), rounds=7, bytes_read=1 << 20),
     },
 )

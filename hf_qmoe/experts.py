@@ -359,9 +359,10 @@ class ExpertsNbit(PackedModule):
             raise ValueError(f"top_k_index must hold integers, got {top_k_index.dtype}")
         if not top_k_weights.is_floating_point():
             raise ValueError(f"top_k_weights must be floats, got {top_k_weights.dtype}")
-        weights = (parameter for parameter in self._parameters.values() if parameter is not None)
-        devices = {tensor.device for tensor in (hidden_states, top_k_index, top_k_weights, *weights)}
-        if len(devices) > 1:
+        device = hidden_states.device
+        tensors = (top_k_index, top_k_weights, *self._parameters.values())
+        if any(tensor is not None and tensor.device != device for tensor in tensors):
+            devices = {device, *(tensor.device for tensor in tensors if tensor is not None)}
             # A tensor without data would have the operators compute shapes, and give what memory happens to hold.
             raise RuntimeError(
                 f"hidden states, routing and packed weights are on {', '.join(sorted(map(str, devices)))}; move them "

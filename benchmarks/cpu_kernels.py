@@ -25,6 +25,8 @@ from hf_qmoe.ops.formats import codebook, get_format
 
 #: Highest accepted time relative to bitsandbytes, by metric.
 TARGETS = {"dequantize": 0.5, "quantize": 0.1}
+#: Calls of an arm in a row. Unpacking takes 0.1 ms, of which the first few calls are slower: memory and threads wake up.
+_WARM_CALLS = {"dequantize": 30, "quantize": 3}
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,13 @@ def measure(size: Size) -> Result:
 
 
 def _times(arms: Steps, metric: str, config: dict[str, Any], rounds: int) -> list[Row]:
-    rows = interleave(arms, rounds, alternate=True, clock=_warm).rows(config, metric, "bitsandbytes")
+    clock = partial(_warm, calls=_WARM_CALLS[metric])
+    rows = interleave(arms, rounds, alternate=True, clock=clock).rows(config, metric, "bitsandbytes")
     return [replace(row, target=TARGETS[metric] if row.arm == "native" else None) for row in rows]
 
 
-def _warm(function: Callable[[], Any], calls: int = 3) -> float:
-    """Milliseconds of a call that follows another of the same kind."""
+def _warm(function: Callable[[], Any], calls: int) -> float:
+    """Milliseconds of each of `calls` that follow another of the same kind."""
     function()
     return milliseconds(lambda: [function() for _ in range(calls)]) / calls
 

@@ -25,7 +25,7 @@ from hf_qmoe.ops.formats import codebook, get_format
 
 #: Highest accepted time relative to bitsandbytes, by metric.
 TARGETS = {"dequantize": 0.5, "quantize": 0.1}
-#: Calls of an arm in a row. Unpacking takes 0.1 ms, of which the first few calls are slower: memory and threads wake up.
+#: Calls of an arm in a row. Unpacking takes 0.1 ms, and its first calls longer: memory and threads wake up.
 _WARM_CALLS = {"dequantize": 30, "quantize": 3}
 
 

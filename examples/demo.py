@@ -14,7 +14,8 @@ import warnings
 
 # Read when torch is imported: threads that wait for each other sleep instead of spinning, which is several times
 # faster where other programs use the same cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if __name__ == "__main__":  # not for those who import this
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # bitsandbytes warns, when imported, of an optional kernel that is not installed; PEFT calls transformers by old names.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers.modeling_utils")

@@ -15,7 +15,8 @@ from pydoc_data.topics import topics
 
 
 # Read when torch is imported: threads that wait for each other sleep, which is faster where others use the cores too.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if __name__ == "__main__":  # not for those who import this
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 from arguments import TRAINER_ARGUMENTS, DataArguments, LoraArguments, parse_arguments

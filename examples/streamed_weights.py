@@ -18,7 +18,8 @@ import os
 # Read when torch is imported: the profiler, which counts the memory, would announce itself, and threads that wait for
 # each other sleep instead of spinning, which is several times faster where other programs use the same cores.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if __name__ == "__main__":  # not for those who import this
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # bitsandbytes warns, when imported, of an optional kernel that is not installed.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

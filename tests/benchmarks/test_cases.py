@@ -1,6 +1,7 @@
 """Each case at toy size: rows, provenance, verification of outputs with a fault injected, recording."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -239,3 +240,10 @@ def test_unknown_case_names_those_that_exist(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         run.main(["trainig_memory"])
     assert "training_memory, load_memory, quantize_disk" in capsys.readouterr().err
+
+
+def test_importing_the_cases_leaves_the_environment_alone() -> None:
+    """The demo lets waiting threads sleep; in a benchmark that would add a wake-up to each product of a token."""
+    text = "import os; before = dict(os.environ); import benchmarks.registry; print(*(os.environ.items() - before.items()))"
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "OMP_" not in ran.stdout

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import bitsandbytes.functional as bnb_functional
 import torch
 from torch import Tensor
 
@@ -103,13 +102,8 @@ def codebook(quant_type: str, device: torch.device | str) -> Tensor:
 @cache
 def _codebook(quant_type: str, device: str) -> Tensor:
     with torch_defaults():
-        if quant_type == "int8":
-            table = bnb_functional.create_dynamic_map()
-        elif quant_type == "fp8":
-            table = bnb_functional.create_fp8_map(True, 4, 3, 8)
-        else:
-            table = bnb_functional.get_4bit_type(quant_type, device="cpu")
-        shared: Tensor = table.to(device)  # within, too: under a mode of fake tensors it would become one of them
+        # Moved within, too: under a mode of fake tensors it would become one of them.
+        shared = native.make_codebook(quant_type).to(device)
     return shared
 
 

@@ -137,7 +137,7 @@ def _unpacking(quant_type: str, dtype: torch.dtype) -> _Unpacking | None:
             digits = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 4, dtype=torch.uint8)
             table = _bnb_dequantize(digits, torch.ones(1), quant_type, torch.float32)[:16]
         else:
-            table = _codebook(quant_type)
+            table = make_codebook(quant_type)
         codebook = _float_table(table)
         absmax = torch.tensor([1.0, 0.37, 3e38, 7e4, 1e-5, 1e-38, 1e-40, 0.0])
         packed = (torch.arange(8 * 64 * bits // 8) % 256).to(torch.uint8)
@@ -181,12 +181,12 @@ def _packs_alike(library: ctypes.CDLL, weight: Tensor, quant_type: str, tables: 
     if bits == 4:
         codes, scales = ops.quantize_4bit.default(weight, 64, quant_type, torch.uint8)
     else:
-        codes, scales = ops.quantize_blockwise.default(weight, _codebook(quant_type).clone(), 64)
+        codes, scales = ops.quantize_blockwise.default(weight, make_codebook(quant_type), 64)
     return torch.equal(packed, codes.view(-1)) and torch.equal(absmax, scales.view(-1))
 
 
 def _packing_tables(quant_type: str) -> _Packing:
-    codebook = _codebook(quant_type)
+    codebook = make_codebook(quant_type)
     if _BITS[quant_type] == 4:
         order = codebook.argsort()
         bounds = (codebook[order[:-1]] + codebook[order[1:]]) / 2
@@ -196,8 +196,8 @@ def _packing_tables(quant_type: str) -> _Packing:
     return _Packing(middles, nearest=_byte_table(torch.searchsorted(middles, places)))
 
 
-@cache
-def _codebook(quant_type: str) -> Tensor:
+def make_codebook(quant_type: str) -> Tensor:
+    """bitsandbytes' table of a format, see `hf_qmoe.ops.formats.codebook`, new; call it within `torch_defaults`."""
     table: Tensor
     if quant_type in ("int8", "fp8"):
         is_int8 = quant_type == "int8"
@@ -223,7 +223,7 @@ def _bnb_dequantize(packed: Tensor, absmax: Tensor, quant_type: str, dtype: torc
         shape = (1, packed.numel() * 2)
         values = ops.dequantize_4bit.default(packed.view(-1, 1), absmax, 64, quant_type, shape, dtype)
     else:
-        values = ops.dequantize_blockwise.default(packed, absmax, _codebook(quant_type), 64, dtype)
+        values = ops.dequantize_blockwise.default(packed, absmax, make_codebook(quant_type), 64, dtype)
     return values.view(-1)
 
 

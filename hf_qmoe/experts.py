@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from hf_qmoe.autocast import autocast_dtype
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens
 from hf_qmoe.factors import LoraFactors
 from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_gradient
@@ -335,14 +336,13 @@ class ExpertsNbit(PackedModule):
         return biased
 
     def _product_dtype(self, hidden_states: Tensor) -> torch.dtype:
-        device_type = hidden_states.device.type
-        casts = hidden_states.dtype != torch.float64 and torch.amp.is_autocast_available(device_type)
-        if casts and torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
-        return self.compute_dtype or hidden_states.dtype
+        cast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device.type)
+        return cast or self.compute_dtype or hidden_states.dtype
 
     def _check_call(self, hidden_states: Tensor, top_k_index: Tensor | None, top_k_weights: Tensor | None) -> None:
-        if parametrize.is_parametrized(self) and any(parametrize.is_parametrized(self, n) for n in self.stored_names):
+        # Asking `parametrize` takes several microseconds where there is nothing.
+        has_any = "parametrizations" in self._modules
+        if has_any and any(parametrize.is_parametrized(self, name) for name in self.stored_names):
             raise RuntimeError(
                 f"a parametrization was put on the packed weights of {type(self).__name__}. It would train without "
                 "them: packed bytes cannot be parametrized. If this is PEFT's LoRA: `import hf_qmoe` before the "

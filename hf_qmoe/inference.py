@@ -109,14 +109,14 @@ def forward_fused(
     activation = None if gate is None else activation_name(experts.act_fn)  # with a gate of its own there may be none
     if gate is None or activation is None:
         return None
-    x = hidden_states.to(compute_dtype)
+    x = _cast(hidden_states, compute_dtype)
     names = experts.stack_names
     up_bias, down_bias = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names)
     out_dtype = compute_dtype if hidden_states.dtype == compute_dtype else torch.float32
     out: Tensor
     if _is_plain(x, top_k_index, top_k_weights) and (prepared := _prepared(experts, x, gate)):
         out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
-        return out.to(hidden_states.dtype)
+        return _cast(out, hidden_states.dtype)
     up, down = (_operands(experts.stack(name)) for name in names)
     if not can_fuse(x, up, down):
         return None
@@ -124,7 +124,12 @@ def forward_fused(
         *(x, top_k_index, top_k_weights, *up[:4], up_bias, *down[:4], down_bias),
         *(experts.quant_type, gate, activation, out_dtype),
     )
-    return out.to(hidden_states.dtype)
+    return _cast(out, hidden_states.dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A call that changes nothing is not free for one token.
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 # What was prepared for a module, and for which memory.

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from hf_qmoe import metadata
+from hf_qmoe.autocast import autocast_dtype
 from hf_qmoe.lazy_weight import lazy_weight
 from hf_qmoe.lora_weight import Term, lora_weight
 from hf_qmoe.offload import stop_unloading, unload_when_interrupted
@@ -362,18 +363,13 @@ def _casting(forward: Callable[..., Any]) -> Callable[..., Any]:
         dtype = next((p.dtype for _, p, _ in packed_parametrizations(self) if p.fixed_dtype), None)
         inputs = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())
         x = next(inputs, None)
-        if x is None or dtype in (None, x.dtype) or _is_autocast(x):
+        if x is None or dtype in (None, x.dtype) or autocast_dtype(x.device.type):
             return forward(self, *args, **kwargs)
         cast = [x.to(dtype) if a is x else a for a in args]
         out = forward(self, *cast, **{k: x.to(dtype) if a is x else a for k, a in kwargs.items()})
         return tree_map_only(Tensor, lambda t: t.to(x.dtype) if t.dtype == dtype else t, out)
 
     return cast_in_and_out
-
-
-def _is_autocast(x: Tensor) -> bool:
-    device_type = x.device.type
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _parts(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any], dict[str, Any]]:

@@ -100,8 +100,8 @@ class PreparedExperts:
         )
         expected = features if gate == "none" else 2 * features
         check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
-        self._up_bias_shape, self._down_bias_shape, self._gate = (experts, up_rows), (experts, hidden), gate
-        self._stacks = native_product.describe(up), native_product.describe(down)
+        self._hidden, self._bias_shapes = hidden, ((experts, up_rows), (experts, hidden))
+        self._layer = native_product.describe_experts(up, down, gate)
 
     def run(
         self,
@@ -114,7 +114,7 @@ class PreparedExperts:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """`fused_experts` with these weights."""
-        experts, hidden = self._down_bias_shape
+        hidden = self._hidden
         check(x.ndim == 2 and x.shape[1] == hidden, lambda: f"x must be [T, {hidden}], got {tuple(x.shape)}")
         check(
             top_k_index.ndim == 2 and top_k_index.shape[0] == x.shape[0] and top_k_index.shape == top_k_weights.shape,
@@ -122,7 +122,7 @@ class PreparedExperts:
                 f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must be [T, k]"
             ),
         )
-        for bias, shape in ((up_bias, self._up_bias_shape), (down_bias, self._down_bias_shape)):
+        for bias, shape in zip((up_bias, down_bias), self._bias_shapes, strict=True):
             check(
                 bias is None or bias.shape == shape,
                 lambda bias=bias, shape=shape: f"a bias must be {shape}, got {tuple(bias.shape)}",
@@ -130,8 +130,7 @@ class PreparedExperts:
         check(
             out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}"
         )
-        out = x.new_empty(x.shape, dtype=out_dtype)
-        native_product.experts_into(
-            *(out, x, top_k_index, top_k_weights, experts, *self._stacks, up_bias, down_bias, self._gate, activation)
-        )
+        # `new_empty` finds its arguments in Python's way, and takes 0.04 ms where other work has had the caches.
+        out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+        native_product.experts_into(out, x, top_k_index, top_k_weights, self._layer, up_bias, down_bias, activation)
         return out

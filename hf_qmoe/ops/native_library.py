@@ -90,6 +90,19 @@ def use_instruction_set(name: str | None) -> None:
         raise RuntimeError(f"the native CPU kernels are not available: {why_not()}")
     if not library.hf_qmoe_select(None if name is None else name.encode()):
         raise ValueError(f"this processor cannot run the CPU kernels for {name!r}; choose one of {INSTRUCTION_SETS}")
+    _has_products.cache_clear()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asked while a graph is traced, too
+def has_products() -> bool:
+    """Whether the instruction set in use multiplies with packed weights."""
+    return _has_products()
+
+
+@cache
+def _has_products() -> bool:
+    library = load().library
+    return library is not None and bool(library.hf_qmoe_has_products())
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
-from hf_qmoe.ops.native_library import DTYPES, has_memory, load
+from hf_qmoe.ops.native_library import DTYPES, has_memory, has_products, load
 from hf_qmoe.ops.operands import Operands
 
 
@@ -63,13 +63,7 @@ def multiplies(x: Tensor, *stacks: Operands) -> bool:
 
 def takes(x: Tensor) -> bool:
     """Whether there are kernels for inputs like `x`."""
-    return x.dtype in DTYPES and has_memory(x) and _has_products()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asked while a graph is traced, too
-def _has_products() -> bool:
-    library = load().library
-    return library is not None and bool(library.hf_qmoe_has_products())
+    return x.dtype in DTYPES and has_memory(x) and has_products()
 
 
 def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets: Tensor) -> None:
@@ -96,34 +90,35 @@ def experts_into(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    num_experts: int,
-    up: DescribedStack,
-    down: DescribedStack,
+    layer: bytes,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    gate: str,
     activation: str,
 ) -> None:
     """A whole experts layer; call `multiplies` first. The arguments are those of `hf_qmoe.ops.fused.fused_experts`.
 
     Args:
         out: contiguous ``[T, H]`` in the dtype of `x` or float32, overwritten.
-        num_experts: E of both stacks.
+        layer: the weights, from `describe_experts`.
 
     Raises:
         ValueError: an index is negative.
         MemoryError: not enough memory for the activations.
     """
-    x, index, weights = x.contiguous(), top_k_index.long().contiguous(), top_k_weights.float().contiguous()
-    biases = [None if bias is None else bias.float().contiguous() for bias in (up_bias, down_bias)]
-    call = _ExpertsCall(
-        *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], DTYPES[out.dtype], *index.shape),
-        *(index.data_ptr(), weights.data_ptr()),
-        *(num_experts, *(None if bias is None else bias.data_ptr() for bias in biases)),
-        *(GATES.index(gate), ACTIVATIONS.index(activation), torch.get_num_threads()),
-        *(up, down),
-    )
+    x, index, weights = _ready(x, x.dtype), _ready(top_k_index, torch.int64), _ready(top_k_weights, torch.float32)
+    biases = [None if bias is None else _ready(bias, torch.float32) for bias in (up_bias, down_bias)]
+    call = _ExpertsCall.from_buffer_copy(layer)
+    call.out, call.x, call.dtype, call.out_dtype = out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], DTYPES[out.dtype]
+    call.tokens, call.top_k = index.shape
+    call.top_k_index, call.top_k_weights = index.data_ptr(), weights.data_ptr()
+    call.up_bias, call.down_bias = (None if bias is None else bias.data_ptr() for bias in biases)
+    call.activation, call.threads = ACTIVATIONS.index(activation), torch.get_num_threads()
     _run("hf_qmoe_experts", call)
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As kernels read it; where other work has had the caches, each call that changes nothing is some microseconds."""
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _run(name: str, call: ctypes.Structure) -> None:
@@ -135,6 +130,12 @@ def _run(name: str, call: ctypes.Structure) -> None:
     if status == _NO_MEMORY:
         raise MemoryError("not enough memory for the activations of an experts layer")
     assert status == 0, status
+
+
+def describe_experts(up: Operands, down: Operands, gate: str) -> bytes:
+    """What calls of one layer have in common, for `experts_into`; see `describe`."""
+    num_experts = up.packed.shape[0]
+    return bytes(_ExpertsCall(num_experts=num_experts, gate=GATES.index(gate), up=describe(up), down=describe(down)))
 
 
 def describe(stack: Operands) -> DescribedStack:

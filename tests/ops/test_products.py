@@ -415,3 +415,14 @@ def test_the_gradient_is_exact():
         multiply(x, stack, offsets, exact).sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", MULTIPLYING)
+def test_an_instruction_set_without_products_is_noticed(name):
+    """Whether there are products is not asked again at each call; another instruction set is another answer."""
+    x, stack = torch.ones(1, 64), operands(stack_of(1, 2, 64))
+    with kernels.instruction_set(name):
+        assert can_fuse(x, stack)
+        with kernels.instruction_set("generic"):
+            assert not can_fuse(x, stack)
+        assert can_fuse(x, stack)

@@ -5,10 +5,11 @@
 
 namespace {
 
-// A NaN must be the plain one (see `scale_of`).
 static inline uint16_t bfloat16_bits(float value) {
     const uint32_t bits = bits_of(value);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+    // Rounded, a NaN whose bits are all set would become zero.
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1), quiet = bits | 0x400000u;
+    return (uint16_t)((value != value ? quiet : rounded) >> 16);
 }
 
 static inline uint16_t float16_bits(float value) {

@@ -16,6 +16,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.nn.functional import linear
 
+from hf_qmoe.ops.bnb_tables import make_bnb_tables
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, decompress_absmax, rows_for_dequantize
 from hf_qmoe.ops.torch_ops import dequantize_expert
 
@@ -75,6 +76,8 @@ def _dequantize(weight: _Weight, facts: _Facts, dtype: torch.dtype) -> Tensor:
         return dequantize_expert(packed.view(rows, -1), weight.scales(), facts.quant_type, dtype)
     # The last block is not full, or a byte is shared by two rows: as one row.
     shape = (1, numel) if numel % facts.blocksize else rows_for_dequantize(rows, columns, facts.blocksize)
+    if not torch.compiler.is_compiling():
+        make_bnb_tables(facts.quant_type, weight.packed.device)
     unpack = torch.ops.bitsandbytes.dequantize_4bit.default
     out: Tensor = unpack(weight.packed, weight.scales(), facts.blocksize, facts.quant_type, list(shape), dtype)
     return out.view(rows, columns)

@@ -5,12 +5,11 @@ and buffers under the names they have on disk, as in `ExpertsNbit`: both forms a
 and a model saved in one form can be read in the other.
 """
 
-from functools import cache
-
 import torch
 from torch import nn
 
 from hf_qmoe.layout import float_stack_shapes
+from hf_qmoe.once import once
 from hf_qmoe.packed_module import PackedModule, pack_float_stacks
 from hf_qmoe.parametrize import attach_stack
 
@@ -44,7 +43,7 @@ class PendingParametrization(PackedModule):
         compute_dtype = compute_dtype or getattr(module, names[0]).dtype
         shapes = {name: tuple(getattr(module, name).shape) for name in names}
         stacks = pack_float_stacks(module, quant_type, blocksize, double_quant)
-        module.__class__ = _pending_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = _pending_class(type(module))
         assert isinstance(module, PendingParametrization)
         module._experts = {name: stack.num_experts for name, stack in stacks.items()}
         module._shapes = shapes
@@ -79,7 +78,7 @@ class PendingParametrization(PackedModule):
         return self
 
 
-@cache
+@once
 def _pending_class(model_class: type[nn.Module]) -> type[PendingParametrization]:
     members = {"_model_class": model_class, "__module__": __name__}
     return type(f"Pending{model_class.__name__}", (PendingParametrization, model_class), members)

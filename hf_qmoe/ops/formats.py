@@ -8,12 +8,13 @@ shape allows, bounded temporaries, and the two 16-bit passthrough formats stored
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from hf_qmoe.once import once
 from hf_qmoe.ops import native
+from hf_qmoe.ops.bnb_tables import make_bnb_tables
 from hf_qmoe.ops.defaults import torch_defaults
 
 
@@ -99,7 +100,7 @@ def codebook(quant_type: str, device: torch.device | str) -> Tensor:
     return table
 
 
-@cache
+@once
 def _codebook(quant_type: str, device: str) -> Tensor:
     with torch_defaults():
         # Moved within, too: under a mode of fake tensors it would become one of them.
@@ -212,6 +213,7 @@ def _quantize_blocks(run: Tensor, quant_type: str, blocksize: int) -> tuple[Tens
     if done is not None:
         return done
     if get_format(quant_type).bits == 4:
+        make_bnb_tables(quant_type, run.device)
         codes, absmax = torch.ops.bitsandbytes.quantize_4bit.default(run, blocksize, quant_type, torch.uint8)
         return codes.view(-1), absmax
     code = codebook(quant_type, run.device).clone()  # bitsandbytes 0.48 writes -1 into its first value
@@ -244,6 +246,7 @@ def dequantize(packed: Tensor, absmax: Tensor | None, quant_type: str, blocksize
     if fmt.bits == 4:
         flat = packed.reshape(-1, 1)
         rows = rows_for_dequantize(shape[0], shape[1], blocksize)
+        make_bnb_tables(quant_type, packed.device)
         weight = torch.ops.bitsandbytes.dequantize_4bit.default(flat, scales, blocksize, quant_type, rows, computed)
         weight = weight.view(shape)
     else:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.logging import get_logger
+from hf_qmoe.ops.bnb_tables import make_bnb_tables
 from hf_qmoe.ops.defaults import torch_defaults
-from hf_qmoe.ops.native_library import DTYPES, has_memory, load
+from hf_qmoe.ops.native_library import DTYPES, address, has_memory, load
 
 
 logger = get_logger(__name__)
@@ -135,11 +136,11 @@ def _unpacking(quant_type: str, dtype: torch.dtype) -> _Unpacking | None:
     with torch_defaults():
         if bits == 4:
             digits = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 4, dtype=torch.uint8)
-            table = _bnb_dequantize(digits, torch.ones(1), quant_type, torch.float32)[:16]
+            table = _bnb_dequantize(digits, torch.ones(1, dtype=torch.float32), quant_type, torch.float32)[:16]
         else:
             table = make_codebook(quant_type)
         codebook = _float_table(table)
-        absmax = torch.tensor([1.0, 0.37, 3e38, 7e4, 1e-5, 1e-38, 1e-40, 0.0])
+        absmax = torch.tensor([1.0, 0.37, 3e38, 7e4, 1e-5, 1e-38, 1e-40, 0.0], dtype=torch.float32)
         packed = (torch.arange(8 * 64 * bits // 8) % 256).to(torch.uint8)
         expected = _bnb_dequantize(packed, absmax, quant_type, dtype)
         out = torch.empty_like(expected)
@@ -176,9 +177,11 @@ def _packing(quant_type: str) -> _Packing | None:
 def _packs_alike(library: ctypes.CDLL, weight: Tensor, quant_type: str, tables: _Packing) -> bool:
     """Whether `weight`, in blocks of 64, is packed as bitsandbytes does it."""
     bits, ops = _BITS[quant_type], torch.ops.bitsandbytes
-    packed, absmax = torch.empty(weight.numel() * bits // 8, dtype=torch.uint8), torch.empty(weight.numel() // 64)
+    packed = torch.empty(weight.numel() * bits // 8, dtype=torch.uint8)
+    absmax = torch.empty(weight.numel() // 64, dtype=torch.float32)
     _quantize(library, packed, absmax, weight, tables, bits, 64)
     if bits == 4:
+        make_bnb_tables(quant_type, weight.device)
         codes, scales = ops.quantize_4bit.default(weight, 64, quant_type, torch.uint8)
     else:
         codes, scales = ops.quantize_blockwise.default(weight, make_codebook(quant_type), 64)
@@ -220,6 +223,7 @@ def _bnb_dequantize(packed: Tensor, absmax: Tensor, quant_type: str, dtype: torc
     values: Tensor
     ops = torch.ops.bitsandbytes
     if _BITS[quant_type] == 4:
+        make_bnb_tables(quant_type, packed.device)
         shape = (1, packed.numel() * 2)
         values = ops.dequantize_4bit.default(packed.view(-1, 1), absmax, 64, quant_type, shape, dtype)
     else:
@@ -238,7 +242,7 @@ def _dequantize(
     flush: bool,
 ) -> None:
     packed, absmax = packed.contiguous(), absmax.contiguous()
-    pointers = out.data_ptr(), DTYPES[out.dtype], packed.data_ptr(), absmax.data_ptr()
+    pointers = address(out), DTYPES[out.dtype], address(packed), address(absmax)
     threads = torch.get_num_threads()
     status = library.hf_qmoe_dequantize(*pointers, codebook, bits, out.numel(), blocksize, flush, threads)
     assert status == 0, status
@@ -248,7 +252,7 @@ def _quantize(
     library: ctypes.CDLL, packed: Tensor, absmax: Tensor, weight: Tensor, tables: _Packing, bits: int, blocksize: int
 ) -> None:
     weight = weight.contiguous()
-    pointers = packed.data_ptr(), absmax.data_ptr(), weight.data_ptr(), DTYPES[weight.dtype]
+    pointers = address(packed), address(absmax), address(weight), DTYPES[weight.dtype]
     sizes = weight.numel(), blocksize, torch.get_num_threads()
     if bits == 4:
         status = library.hf_qmoe_quantize_4bit(*pointers, tables.bounds, tables.codes, *sizes)

@@ -1,5 +1,6 @@
 """Storage formats: bytes, scales and values are bitsandbytes' own; what it does not check is checked."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_qmoe.ops import formats, reference
+from hf_qmoe.ops.defaults import torch_defaults
 from tests.support.oracle import (
     NATIVE_DTYPES,
     PASSTHROUGH,
@@ -448,9 +450,12 @@ def test_16_bit_formats_have_no_codebook(quant_type):
         formats.codebook(quant_type, "cpu")
 
 
+@pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize(("first", "dtype"), [("quantize", torch.float64), ("multiply", torch.bfloat16)])
-def test_the_default_dtype_is_not_remembered(first, dtype):
-    """Tables are made once in a process. Under another default dtype (`torch.set_default_dtype`) they are the same."""
+def test_the_default_dtype_is_not_remembered(first, dtype, kernels):
+    """Tables are made once in a process, bitsandbytes' own among them. Under another default dtype
+    (`torch.set_default_dtype`) they are the same.
+    """
     script = f"""
 import torch
 from hf_qmoe import ExpertsNbit
@@ -481,9 +486,39 @@ torch.save(outputs, sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         results = []
         for name, text in (("changed", script), ("plain", script.replace(f"({dtype})", "(torch.float32)"))):
-            subprocess.run([sys.executable, "-c", text, f"{folder}/{name}"], check=True, capture_output=True)
+            environment = os.environ | {"HF_QMOE_CPU_KERNELS": kernels}
+            command = [sys.executable, "-c", text, f"{folder}/{name}"]
+            subprocess.run(command, check=True, capture_output=True, env=environment)
             results.append(torch.load(f"{folder}/{name}"))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("quant_type", SCALED)
+def test_no_table_sets_the_default_dtype(quant_type, monkeypatch):
+    """It is the process's: another thread that builds a model sets it too, and puts back what it saw."""
+    for cached in (formats._codebook, formats.native._packing, formats.native._unpacking):
+        cached.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: pytest.fail("set the default dtype"))
+    try:
+        packed, absmax = formats.quantize(torch.ones(2, 64, dtype=torch.float32), quant_type, 64)
+        weight = formats.dequantize(packed, absmax, quant_type, 64, torch.float32)
+        assert formats.codebook(quant_type, "cpu").dtype == torch.float32
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        monkeypatch.undo()
+        torch.set_default_dtype(before)
+    assert weight.eq(1).all()
+
+
+def test_torch_defaults_within_other_defaults():
+    """Of numbers without a dtype it makes float32 tensors; a dtype that is named or follows from the values stays."""
+    with torch.device("meta"), torch_defaults():
+        made = [torch.tensor([0.1]), torch.ones(2), torch.linspace(0, 1, 3), torch.arange(0.0, 1.0, 0.5)]
+        kept = [torch.tensor([1]), torch.arange(3), torch.tensor([True]), torch.ones(1, dtype=torch.float64)]
+    assert {(t.dtype, t.device.type) for t in made} == {(torch.float32, "cpu")}
+    assert [t.dtype for t in kept] == [torch.int64, torch.int64, torch.bool, torch.float64]
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])

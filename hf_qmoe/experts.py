@@ -7,7 +7,6 @@ parameters themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens
 from hf_qmoe.factors import LoraFactors
 from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_gradient
 from hf_qmoe.layout import follows_experts_interface, stack_names
+from hf_qmoe.once import once
 from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.ops.combine import combine_experts
 from hf_qmoe.ops.gate import silu_gate
@@ -217,7 +217,7 @@ class ExpertsNbit(PackedModule):
         cls, module: nn.Module, stacks: dict[str, PackedStack], compute_dtype: torch.dtype | None
     ) -> "ExpertsNbit":
         """As `from_experts`, with `stacks` that are packed already, by parameter name."""
-        module.__class__ = _packed_class(cls, type(module))  # type: ignore[arg-type]
+        module.__class__ = _packed_class(cls, type(module))
         assert isinstance(module, ExpertsNbit)
         module._set_stacks(stacks, compute_dtype)
         # Otherwise transformers' `_init_weights` draws normal numbers into the bytes.
@@ -297,9 +297,7 @@ class ExpertsNbit(PackedModule):
         differentiates = needs_gradient(chain((hidden_states, top_k_weights, *factors), self.parameters()))
         exact = self.training or differentiates if self.exact is None else self.exact
         if not exact and not factors and not differentiates:
-            fused = forward_fused(
-                self, hidden_states, top_k_index, top_k_weights, compute_dtype, ExpertsNbit._apply_gate
-            )
+            fused = forward_fused(self, hidden_states, top_k_index, top_k_weights, compute_dtype, _OWN_GATE)
             if fused is not None:
                 return fused
 
@@ -318,7 +316,7 @@ class ExpertsNbit(PackedModule):
         """What comes between the projections, by an operator that keeps less for backward where one has its bits."""
         if not self.has_gate:
             return self.act_fn(rows)
-        gate = gate_name(self, ExpertsNbit._apply_gate)
+        gate = gate_name(self, _OWN_GATE)
         if gate is None or activation_name(self.act_fn) != "silu":
             return self._apply_gate(rows)
         gated: Tensor = silu_gate(rows, gate == "concatenated")
@@ -360,7 +358,11 @@ class ExpertsNbit(PackedModule):
         if not top_k_weights.is_floating_point():
             raise ValueError(f"top_k_weights must be floats, got {top_k_weights.dtype}")
         device = hidden_states.device
-        tensors = (top_k_index, top_k_weights, *self._parameters.values())
+        biases = [getattr(self, f"{name}_bias") for name in self.stack_names] if self.has_bias else []
+        if any(bias is None for bias in biases):
+            raise RuntimeError(f"{type(self).__name__} has biases (`has_bias`), but one of them is None")
+        stored = (tensor for name in self.stack_names for tensor in self.stored_tensors(name))
+        tensors = (top_k_index, top_k_weights, *stored, *biases)
         if any(tensor is not None and tensor.device != device for tensor in tensors):
             devices = {device, *(tensor.device for tensor in tensors if tensor is not None)}
             # A tensor without data would have the operators compute shapes, and give what memory happens to hold.
@@ -374,13 +376,17 @@ class ExpertsNbit(PackedModule):
             )
 
 
+# As it was written: a function that someone puts there is a gate of another kind.
+_OWN_GATE = ExpertsNbit._apply_gate
+
+
 class Experts4bit(ExpertsNbit):
     """`ExpertsNbit` restricted to the 4-bit formats, nf4 and fp4."""
 
     _quant_types = ("nf4", "fp4")
 
 
-@cache
+@once
 def _packed_class(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> type[ExpertsNbit]:
     members = {"_model_class": model_class, "__module__": packed.__module__, "__doc__": packed.__doc__}
     own_gate = getattr(model_class, "_apply_gate", None)
@@ -390,5 +396,5 @@ def _packed_class(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> ty
 
 
 def _new_packed(packed: type[ExpertsNbit], model_class: type[nn.Module]) -> ExpertsNbit:
-    cls = _packed_class(packed, model_class)  # type: ignore[arg-type]
+    cls = _packed_class(packed, model_class)
     return cls.__new__(cls)

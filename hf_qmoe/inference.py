@@ -5,15 +5,18 @@ gradient flows through the call); `True` everybody, `False` nobody. Where bits a
 kernels that add in float32 and round less often (`hf_qmoe.ops.fused`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial, reduce
+from itertools import chain
+from operator import or_
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
@@ -37,11 +40,11 @@ class Experts(Protocol):
     def stack_names(self) -> tuple[str, ...]:
         """Parameter names, first the up projection."""
 
-    def stack(self, name: str) -> PackedStack:
-        """The tensors of one projection."""
-
     def stored_tensors(self, name: str) -> list[Tensor | None]:
-        """The same as they are stored."""
+        """The tensors of one projection, as they are stored."""
+
+    def as_stack(self, stored: Sequence[Tensor | None]) -> PackedStack:
+        """The same as they are used."""
 
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -51,6 +54,7 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     type(ACT2FN["relu2"]): "relu2",
 }
+_GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
 # Libraries of kernels put another function there.
 _FORWARDS = {cls: cls.forward for cls in _ACTIVATIONS}
 
@@ -73,8 +77,18 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
     cls = type(function)
     if cls.forward is not _FORWARDS.get(cls) or "forward" in vars(function):
         return None
+    if cls is _GELU_TANH and not _is_gelu_tanh(function):
+        return None
     has_hooks = any(map(vars(function).get, _HOOKS)) or _has_any_global_hook()
     return None if has_hooks else _ACTIVATIONS[cls]
+
+
+def _is_gelu_tanh(module: nn.Module) -> bool:
+    """Whether the function that transformers' module holds is still one of the two that it puts there."""
+    act = vars(module).get("act")
+    if isinstance(act, partial):
+        return (act.func, act.args, act.keywords) == (functional.gelu, (), {"approximate": "tanh"})
+    return getattr(act, "__func__", None) is _GELU_TANH._gelu_tanh_python
 
 
 def gate_name(experts: Experts, own_gate: Callable[..., Tensor]) -> str | None:
@@ -111,13 +125,17 @@ def forward_fused(
         return None
     x = _cast(hidden_states, compute_dtype)
     names = experts.stack_names
-    up_bias, down_bias = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names)
+    # Views: the memory stays while a kernel reads it, even if another thread assigns to the parameter.
+    up_bias, down_bias = (getattr(experts, f"{name}_bias").detach() if experts.has_bias else None for name in names)
+    stored = [[None if t is None else t.detach() for t in experts.stored_tensors(name)] for name in names]
     out_dtype = compute_dtype if hidden_states.dtype == compute_dtype else torch.float32
     out: Tensor
-    if _is_plain(x, top_k_index, top_k_weights) and (prepared := _prepared(experts, x, gate)):
-        out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
-        return _cast(out, hidden_states.dtype)
-    up, down = (_operands(experts.stack(name)) for name in names)
+    if _is_plain(x, top_k_index, top_k_weights, up_bias, down_bias, *chain(*stored)):
+        prepared = _prepared(experts, x, gate, stored)
+        if prepared is not None:
+            out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
+            return _cast(out, hidden_states.dtype)
+    up, down = (_operands(experts.as_stack(tensors)) for tensors in stored)
     if not can_fuse(x, up, down):
         return None
     out = fused_experts(
@@ -133,34 +151,48 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # What was prepared for a module, and for which memory.
-_PREPARED: WeakKeyDictionary[Experts, tuple[tuple[Any, ...], PreparedExperts]] = WeakKeyDictionary()
+_PREPARED: MutableMapping[Experts, tuple[tuple[Any, ...], PreparedExperts]] = WeakIdKeyDictionary()
 
 
-def _is_plain(*tensors: Tensor) -> bool:
-    """Whether nobody watches the operators that are called: no compiler, mode, transform, profiler or subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(tensor) is Tensor for tensor in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._autograd._profiler_enabled()
+def _keys(*names: str) -> int:
+    """Dispatch keys as torch packs them."""
+    sets = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
+    return reduce(or_, sets).raw_repr()
+
+
+# What the dispatcher looks at where there is nothing special, without and with `torch.inference_mode`.
+_PLAIN_THREAD = (_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect"))
+_PLAIN_TENSOR = (_keys("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), _keys("CPU", "AutocastCPU"))
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may read these tensors without the dispatcher: nobody watches the operators that are called
+    (compiler, mode, transform, tracer, profiler), and each is numbers in the CPU's memory as they are (no subclass, no
+    batch of vmap, no lazy negation, no fake).
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
+        return False
+    return torch._C._dispatch_tls_local_include_set().raw_repr() in _PLAIN_THREAD and all(
+        tensor is None or torch._C._dispatch_keys(tensor).raw_repr() in _PLAIN_TENSOR for tensor in tensors
     )
 
 
-def _prepared(experts: Experts, x: Tensor, gate: str) -> PreparedExperts | None:
+def _prepared(experts: Experts, x: Tensor, gate: str, stored: list[list[Tensor | None]]) -> PreparedExperts | None:
     """The layer's weights as described at an earlier call, if they are still there; `None` if no kernel takes them.
 
     For one token, after other work has had the caches, the operator's way costs 0.4 ms to the kernel's 0.8.
+
+    Args:
+        stored: views of the stored tensors, by projection.
     """
     if not takes(x):
         return None
-    stored = [tensor for name in experts.stack_names for tensor in experts.stored_tensors(name)]
-    key = gate, experts.quant_type, *(None if t is None else _memory(t) for t in stored)
+    key = gate, experts.quant_type, *(None if t is None else _memory(t) for t in chain(*stored))
     known, prepared = _PREPARED.get(experts, (None, None))
     if known == key:
         return prepared
-    up, down = (_operands(experts.stack(name)) for name in experts.stack_names)
-    if not can_fuse(x, up, down) or not all(t is None or t.is_contiguous() for t in stored):
+    up, down = (_operands(experts.as_stack(tensors)) for tensors in stored)
+    if not can_fuse(x, up, down) or not all(t.is_contiguous() for t in (*up.tensors, *down.tensors)):
         return None
     prepared = PreparedExperts(up, down, gate)
     _PREPARED[experts] = key, prepared
@@ -169,7 +201,7 @@ def _prepared(experts: Experts, x: Tensor, gate: str) -> PreparedExperts | None:
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """What identifies what a tensor reads, while it lives."""
-    return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _operands(stack: PackedStack) -> Operands:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops.checks import check
-from hf_qmoe.ops.native_library import DTYPES, has_memory, load
+from hf_qmoe.ops.native_library import DTYPES, address, has_memory, load
 
 
 #: Elements of rows that `dot_rows` multiplies at a time; the products stay in cache.
@@ -154,8 +154,8 @@ def _move(
     weights = None if weights is None else weights.to(torch.float32).contiguous()
     owned = inverse.numel() if expert_offsets is None else int(expert_offsets[-1])
     status = library.hf_qmoe_combine(
-        *(tokens.data_ptr(), DTYPES[tokens.dtype], rows.data_ptr(), DTYPES[rows.dtype]),
-        *(None if weights is None else weights.data_ptr(), inverse.data_ptr(), owned),
+        *(address(tokens), DTYPES[tokens.dtype], address(rows), DTYPES[rows.dtype]),
+        *(None if weights is None else address(weights), address(inverse), owned),
         *(*inverse.shape, rows.shape[1], combines, torch.get_num_threads()),
     )
     if status:

@@ -12,7 +12,7 @@ from bitsandbytes.cextension import lib
 from torch import Tensor
 
 from hf_qmoe.ops.formats import codebook, get_format, rows_for_dequantize
-from hf_qmoe.ops.native_library import has_memory
+from hf_qmoe.ops.native_library import address, has_memory
 
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -41,12 +41,12 @@ def dequantize_into(out: Tensor, packed: Tensor, absmax: Tensor, quant_type: str
     function = getattr(getattr(lib, "_lib", None), name, None)
     if function is None:
         return False
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (packed, absmax, out)]
+    pointers = [ctypes.c_void_p(address(t)) for t in (packed, absmax, out)]
     sizes: tuple[int, ...]
     if is_4bit:
         sizes = (blocksize, *rows_for_dequantize(out.shape[0], out.shape[1], blocksize))
     else:
-        pointers.insert(0, ctypes.c_void_p(codebook(quant_type, "cpu").data_ptr()))
+        pointers.insert(0, ctypes.c_void_p(address(codebook(quant_type, "cpu"))))
         sizes = (blocksize, out.numel())
     function(*pointers, *(ctypes.c_longlong(size) for size in sizes))
     return True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_qmoe.ops import native_product
 from hf_qmoe.ops.checks import check
+from hf_qmoe.ops.formats import codebook
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.ops.schema import check_stack
 
@@ -79,7 +80,8 @@ def can_fuse(x: Tensor, *stacks: Operands) -> bool:
 class PreparedExperts:
     """The packed weights of a layer, checked and described for the kernels, so that many calls need not do it again.
 
-    It holds addresses and no tensor, or weights could not be offloaded: the caller knows that they are still there.
+    It holds addresses of weights and not the tensors, or they could not be offloaded: the caller knows that they are
+    still there.
 
     Args:
         up: contiguous; see `fused_experts`. `can_fuse` has been asked.
@@ -102,6 +104,7 @@ class PreparedExperts:
         check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
         self._hidden, self._bias_shapes = hidden, ((experts, up_rows), (experts, hidden))
         self._layer = native_product.describe_experts(up, down, gate)
+        self._tables = codebook("int8", "cpu"), codebook(up.quant_type, "cpu")  # kept: it has their addresses
 
     def run(
         self,

@@ -112,6 +112,21 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not wrapped
 
 
+def address(tensor: Tensor) -> int:
+    """Where the numbers of a tensor are, for a kernel to read or write.
+
+    Raises:
+        RuntimeError: it has none: it is on meta, or its storage has been freed, as FSDP1 does between two forwards.
+    """
+    pointer = tensor.data_ptr()
+    # The address of a view of freed storage is its offset.
+    if (not pointer or not tensor.untyped_storage().nbytes()) and tensor.numel():
+        raise RuntimeError(
+            f"a {tensor.dtype} tensor {tuple(tensor.shape)} has no memory: it is on meta, or its storage was freed"
+        )
+    return pointer
+
+
 @cache
 def load() -> Loaded:
     mode = os.environ.get("HF_QMOE_CPU_KERNELS") or "auto"

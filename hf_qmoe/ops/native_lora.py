@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hf_qmoe.ops.native_library import DTYPES, has_memory, load
+from hf_qmoe.ops.native_library import DTYPES, address, has_memory, load
 
 
 #: An expert that was hit, its first row, the end of its rows, and which of the transposed factors is its.
@@ -96,9 +96,9 @@ def _call(
     factors = torch.empty(threads, rank, in_features, dtype=torch.float32, device="cpu")
     flat = [number for hit in hits for number in hit]
     call = _LoraCall(
-        *(out.data_ptr(), None if grad_A is None else grad_A.data_ptr()),
-        *(None if grad_Bt is None else grad_Bt.data_ptr(), rows.data_ptr(), x.data_ptr(), lora_A.data_ptr()),
-        *(experts_B.data_ptr(), hidden.data_ptr(), factors.data_ptr()),
+        *(address(out), None if grad_A is None else address(grad_A)),
+        *(None if grad_Bt is None else address(grad_Bt), address(rows), address(x), address(lora_A)),
+        *(address(experts_B), address(hidden), address(factors)),
         *(ctypes.addressof(array := (ctypes.c_int64 * max(1, len(flat)))(*flat)), len(hits)),
         *(num_experts, rank, in_features, out_features, experts_B.stride(0), experts_B.stride(1)),
         *(DTYPES[x.dtype], DTYPES[lora_A.dtype], count, grad_A is not None, threads, scaling),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
-from hf_qmoe.ops.native_library import DTYPES, has_memory, has_products, load
+from hf_qmoe.ops.native_library import DTYPES, address, has_memory, has_products, load
 from hf_qmoe.ops.operands import Operands
 
 
@@ -79,7 +79,7 @@ def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets:
     """
     x, stack, offsets = x.contiguous(), stack.contiguous(), expert_offsets.contiguous()
     call = _GroupedLinearCall(
-        *(out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], x.shape[0], offsets.data_ptr()),
+        *(address(out), address(x), DTYPES[x.dtype], x.shape[0], address(offsets)),
         *(stack.packed.shape[0], torch.get_num_threads(), describe(stack)),
     )
     _run("hf_qmoe_grouped_linear", call)
@@ -108,10 +108,10 @@ def experts_into(
     x, index, weights = _ready(x, x.dtype), _ready(top_k_index, torch.int64), _ready(top_k_weights, torch.float32)
     biases = [None if bias is None else _ready(bias, torch.float32) for bias in (up_bias, down_bias)]
     call = _ExpertsCall.from_buffer_copy(layer)
-    call.out, call.x, call.dtype, call.out_dtype = out.data_ptr(), x.data_ptr(), DTYPES[x.dtype], DTYPES[out.dtype]
+    call.out, call.x, call.dtype, call.out_dtype = address(out), address(x), DTYPES[x.dtype], DTYPES[out.dtype]
     call.tokens, call.top_k = index.shape
-    call.top_k_index, call.top_k_weights = index.data_ptr(), weights.data_ptr()
-    call.up_bias, call.down_bias = (None if bias is None else bias.data_ptr() for bias in biases)
+    call.top_k_index, call.top_k_weights = address(index), address(weights)
+    call.up_bias, call.down_bias = (None if bias is None else address(bias) for bias in biases)
     call.activation, call.threads = ACTIVATIONS.index(activation), torch.get_num_threads()
     _run("hf_qmoe_experts", call)
 
@@ -146,9 +146,9 @@ def describe(stack: Operands) -> DescribedStack:
     nested: tuple[int | None, ...] = (None, None, None)
     if stack.nested_absmax is not None and stack.nested_offset is not None:
         assert NESTED_BLOCKSIZE == 256, "a constant of the kernels"
-        codes = codebook("int8", "cpu").data_ptr()
-        nested = (stack.nested_absmax.data_ptr(), stack.nested_offset.data_ptr(), codes)
+        codes = address(codebook("int8", "cpu"))
+        nested = (address(stack.nested_absmax), address(stack.nested_offset), codes)
     return DescribedStack(
-        *(stack.packed.data_ptr(), stack.absmax.data_ptr(), *nested, codebook(stack.quant_type, "cpu").data_ptr()),
+        *(address(stack.packed), address(stack.absmax), *nested, address(codebook(stack.quant_type, "cpu"))),
         *(rows, columns, stack.blocksize, bits),
     )

@@ -1,54 +1,26 @@
 """Which products are exact: in training all, where no gradient is asked for none need be, and `exact` overrides it."""
 
-import copy
-import gc
-import pickle
-import weakref
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import GELUTanh
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_qmoe import inference
 from hf_qmoe.experts import ExpertsNbit
-from hf_qmoe.ops import native_library, native_product
+from hf_qmoe.ops import native_product
 from tests.support.experts import (
     Inputs,
     decorated_classes,
     float_experts,
     inputs,
+    outputs,
     packed_and_twin,
     packed_experts,
     relative_error,
 )
 from tests.support.oracle import assert_same_bits
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the fused kernels that were used."""
-    if not native_library.available():
-        pytest.skip(str(native_library.why_not()))
-    used: list[str] = []
-    run = native_product._run
-
-    def counted(name: str, call: object) -> None:
-        used.append(name)
-        run(name, call)
-
-    monkeypatch.setattr(native_product, "_run", counted)
-    return used
-
-
-def outputs(module: nn.Module, arguments: Inputs) -> torch.Tensor:
-    with torch.no_grad():
-        return module(*arguments)
 
 
 def layer(cls: type[nn.Module] = Qwen3MoeExperts) -> ExpertsNbit:
@@ -193,117 +165,53 @@ def test_a_config_can_ask_for_it() -> None:
         QMoEConfig(experts_exact="yes")
 
 
-def set_data(module: ExpertsNbit, other: ExpertsNbit) -> None:
-    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
-        mine.data = theirs.data
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_gate_that_was_put_into_the_class(exact: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone's patch of `ExpertsNbit` is called, on either path."""
+    module, arguments = ExpertsNbit.from_float(torch.ones(2, 128, 64), torch.ones(2, 64, 64)).eval(), one_token()
+    module.exact = exact
+    assert outputs(module, arguments).any()
+    monkeypatch.setattr(ExpertsNbit, "_apply_gate", lambda self, values: torch.zeros_like(values[:, ::2]))
+    assert not outputs(module, arguments).any()
 
 
-def set_parameters(module: ExpertsNbit, other: ExpertsNbit) -> None:
-    for name, parameter in list(other.named_parameters()):
-        setattr(module, name, parameter)
+@pytest.mark.parametrize("exact", [True, None])
+def test_the_function_within_an_activation_may_be_another(exact: bool | None) -> None:
+    """transformers' GELU holds the function that it calls."""
+    module = ExpertsNbit.from_float(torch.ones(2, 128, 64), torch.ones(2, 64, 64), activation="gelu_pytorch_tanh")
+    module.eval().exact = exact
+    assert outputs(module, one_token()).any()
+    module.act_fn.act = torch.zeros_like
+    assert not outputs(module, one_token()).any()
 
 
-def overwrite(module: ExpertsNbit, other: ExpertsNbit) -> None:
-    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
-        mine.data.copy_(theirs)
+def test_either_function_of_transformers_gelu_is_fused(calls: list[str]) -> None:
+    """The module holds one of two that compute the same."""
+    for python in (False, True):
+        module = ExpertsNbit.from_float(
+            torch.ones(2, 128, 64), torch.ones(2, 64, 64), activation=GELUTanh(use_gelu_tanh_python=python)
+        )
+        outputs(module.eval(), one_token())
+    assert calls == ["hf_qmoe_experts"] * 2
 
 
-def spread(module: ExpertsNbit, other: ExpertsNbit) -> None:
-    """To memory that is in one run at the next call and, from the same address on, no longer at the one after it."""
-    for together in (True, False):
-        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
-            memory = mine.data.new_zeros(2 * theirs.numel())
-            if together:
-                mine.data, mine.memory = memory[: theirs.numel()].view(theirs.shape), memory
-            else:
-                mine.data = mine.memory.view(*theirs.shape, 2)[..., 0]
-            mine.data.copy_(theirs)
-        outputs(module, inputs())
-
-
-@pytest.mark.parametrize(
-    "replace",
-    [
-        set_data,
-        set_parameters,
-        overwrite,
-        spread,
-        lambda module, other: module.load_state_dict(other.state_dict()),
-        lambda module, other: module.load_state_dict(other.state_dict(), assign=True),
-    ],
-    ids=["data", "parameters", "in-place", "spread", "load", "load-assign"],
-)
-@pytest.mark.parametrize("double_quant", [False, True], ids=["nf4", "nf4-double"])
-def test_replaced_weights_are_read_anew(
-    replace: Callable[[ExpertsNbit, ExpertsNbit], object], double_quant: bool
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("activation", [None, "gelu_pytorch_tanh"], ids=["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_of_large_negative_numbers_are_zero(
+    dtype: torch.dtype, activation: str | None, exact: bool | None
 ) -> None:
-    """What was prepared at the first call is not used for other memory."""
-    torch.manual_seed(0)
-    options = {"compute_dtype": torch.float32, "double_quant": double_quant}
-    module, other = (packed_experts(Qwen3MoeExperts, **options).eval() for _ in range(2))
-    arguments = inputs()
-    before, expected = outputs(module, arguments), outputs(other, arguments)
-    assert not torch.equal(before, expected)
-    replace(module, other)
-    for _ in range(2):
-        assert_same_bits(outputs(module, arguments), expected)
+    """However large what they are multiplied with."""
+    up = torch.zeros(1, 128, 64)
+    up[0, :64, 0], up[0, 64:, 1] = -1, 1
+    module = ExpertsNbit.from_float(up, torch.eye(64)[None], activation=activation).eval()
+    module.exact = exact
+    for gate, factor in ((200.0, 1e38), (1e38, 1.0), (100.0, 1e38)):
+        x = torch.zeros(1, 64, dtype=dtype)
+        x[0, 0], x[0, 1] = gate, factor
+        out = outputs(module, Inputs(x, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)))
+        assert (out.abs() < 1e-3).all()
 
 
-def test_what_is_prepared_keeps_no_weight_alive(calls: list[str]) -> None:
-    """Weights that are offloaded, or whose module is gone, are freed."""
-    module = layer().eval()
-    outputs(module, inputs())
-    weight = weakref.ref(module.gate_up_proj)
-    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.clone(), requires_grad=False)
-    gc.collect()
-    assert weight() is None
-    assert module in inference._PREPARED
-    kept = len(inference._PREPARED)
-    del module
-    gc.collect()
-    assert len(inference._PREPARED) == kept - 1
-    assert calls == ["hf_qmoe_experts"]
-
-
-def test_copies_and_pickles_of_a_prepared_module(calls: list[str]) -> None:
-    """They have memory of their own."""
-    module, arguments = layer().eval(), inputs()
-    expected = outputs(module, arguments)
-    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    for parameter in module.parameters():
-        parameter.data.zero_()
-    for other in copies:
-        assert_same_bits(outputs(other, arguments), expected)
-    assert calls == ["hf_qmoe_experts"] * 3
-
-
-def test_who_watches_sees_the_operator(calls: list[str]) -> None:
-    """A profiler, a dispatch mode: the same operator as in a compiled graph, with the same bits."""
-    module, arguments = layer().eval(), inputs()
-    expected = outputs(module, arguments)
-    with torch.profiler.profile() as profile:
-        assert_same_bits(outputs(module, arguments), expected)
-    assert any(event.key == "hf_qmoe::fused_experts" for event in profile.key_averages())
-    seen = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        assert_same_bits(outputs(module, arguments), expected)
-    assert "hf_qmoe.fused_experts.default" in seen
-
-
-@pytest.mark.parametrize("wrong", ["hidden", "index"])
-def test_sizes_are_checked_at_every_call(wrong: str) -> None:
-    """The first call was right; of the second, the kernels would read beyond the memory."""
-    module, arguments = layer().eval(), inputs()
-    outputs(module, arguments)
-    if wrong == "hidden":
-        arguments = arguments._replace(hidden_states=arguments.hidden_states[:, :-2].contiguous())
-    else:
-        arguments = arguments._replace(top_k_index=-arguments.top_k_index - 1)
-    with pytest.raises((RuntimeError, ValueError)):
-        outputs(module, arguments)
+def one_token() -> Inputs:
+    return Inputs(torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))

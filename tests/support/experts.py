@@ -283,3 +283,10 @@ def gradients(module: nn.Module, arguments: Inputs, seed: int = 0) -> dict[str, 
     found |= {name: p.grad for name, p in module.named_parameters() if name not in STACKS and p.requires_grad}
     assert all(gradient is not None for gradient in found.values())
     return found
+
+
+def outputs(module: nn.Module, arguments: Inputs) -> Tensor:
+    """What the module gives in inference."""
+    with torch.no_grad():
+        out: Tensor = module(*arguments)
+    return out

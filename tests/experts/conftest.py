@@ -1,0 +1,21 @@
+"""What tests of the fused kernels share."""
+
+import pytest
+
+from hf_qmoe.ops import native_library, native_product
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the fused kernels that were used."""
+    if not native_library.available():
+        pytest.skip(str(native_library.why_not()))
+    used: list[str] = []
+    run = native_product._run
+
+    def counted(name: str, call: object) -> None:
+        used.append(name)
+        run(name, call)
+
+    monkeypatch.setattr(native_product, "_run", counted)
+    return used

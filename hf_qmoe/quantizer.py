@@ -46,7 +46,7 @@ from hf_qmoe.selection import (
     warn_unused_patterns,
 )
 from hf_qmoe.sources.tensors import CheckpointTensors
-from hf_qmoe.stored_linears import linear_conversions
+from hf_qmoe.stored_linears import lacking, linear_conversions
 from hf_qmoe.ties import describe_tied, tie_scales
 
 
@@ -323,7 +323,8 @@ def refuse_incomplete(model: nn.Module) -> None:
                     raise ValueError(f"{path}.{name} is stored packed, but the config leaves {path} unquantized")
             missing += [f"{path}.{name}" for name, p in module.named_parameters() if not _is_loaded(p)]
         elif isinstance(module, Linear4bit):
-            missing += [f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if not _is_loaded(p)]
+            own = lacking(module) or [n for n, p in module.named_parameters(recurse=False) if not _is_loaded(p)]
+            missing += [f"{path}.{name}" for name in own]
     if missing:
         raise ValueError(
             f"the checkpoint lacks {len(missing)} tensors of experts or quantized linears: {', '.join(missing[:8])}"

@@ -8,9 +8,10 @@ transformers asks each converter about each tensor: the time of a load would gro
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from bitsandbytes.nn.modules import Linear4bit
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
@@ -35,14 +36,18 @@ class QMoEDeserializeLinear(ConversionOps):
         full_layer_name: str,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Builds the weight from its bytes and statistics."""
+        """Builds the weight from its bytes and statistics; if some lack, notes which for `lacking` and gives none."""
         (target,) = target_patterns
         keys = dict(zip(source_patterns, STORED_KEYS, strict=True))
         stored = {keys[pattern]: value for pattern, value in input_dict.items()}
+        module, _ = get_module_from_name(model, full_layer_name)
+        is_packed = isinstance(module, Linear4bit)
+        if is_packed and (lacks := _lacks(stored)):
+            module.__dict__[_LACKS] = lacks
+            return {}
         stock = Bnb4bitDeserialize(self.hf_quantizer)
         weight = stock.convert(stored, model=model, full_layer_name=full_layer_name)["weight"]
-        module, _ = get_module_from_name(model, full_layer_name)
-        if isinstance(module, Linear4bit):
+        if is_packed:
             # The state was saved with the dtype of that time, in which bitsandbytes' backward would still dequantize.
             weight.quant_state.dtype = module.compute_dtype
         return {target: weight}
@@ -50,6 +55,26 @@ class QMoEDeserializeLinear(ConversionOps):
 
 #: Keys of the tensors of a linear, below its name.
 STORED_KEYS: tuple[str, ...] = tuple(Bnb4BitHfQuantizer.serialized_names["weight"])
+
+
+_LACKS = "_tensors_that_the_checkpoint_lacks"
+
+
+def _lacks(stored: Mapping[str, Any]) -> list[str]:
+    """Without its scales' scales a nested weight would be read as one that is not nested."""
+    absmax = stored.get("weight.absmax")
+    absmax = absmax[0] if isinstance(absmax, list) else absmax
+    is_nested = absmax is not None and absmax.dtype == torch.uint8
+    states = {key for key in STORED_KEYS if ".quant_state." in key}
+    needed = [key for key in STORED_KEYS if key not in states and (is_nested or ".nested_" not in key)]
+    lacks = [key for key in needed if key not in stored]
+    return lacks if states & set(stored) else [*lacks, "weight.quant_state"]
+
+
+def lacking(linear: Linear4bit) -> list[str]:
+    """Which of its tensors the checkpoint lacks, below its name; each is told once."""
+    lacks: list[str] = linear.__dict__.pop(_LACKS, [])
+    return lacks
 
 
 class StoredLinearConverter(WeightConverter):

@@ -78,6 +78,38 @@ def test_missing_linear(packed: bool, tiny_checkpoints: dict[str, Path], tmp_pat
         load(checkpoint, None if packed else QMoEConfig())
 
 
+LOST = (["weight"], [".absmax"], [".quant_map"], [".quant_state"], [".absmax", ".quant_map", ".quant_state"])
+
+
+@pytest.mark.parametrize(
+    ("lost", "double_quant"),
+    [
+        *((lost, nested) for lost in LOST for nested in (False, True)),
+        *(
+            ([f".nested_{name}" for name in names.split()], True)
+            for names in ("absmax", "quant_map", "absmax quant_map")
+        ),
+    ],
+)
+def test_missing_tensors_of_a_linear(
+    lost: list[str], double_quant: bool, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """They are named, each of them: some ways to save a state dict keep only bytes."""
+    config = QMoEConfig(bnb_4bit_use_double_quant=double_quant)
+    load(tiny_checkpoints["qwen3_moe"], config).save_pretrained(tmp_path / "packed")
+    prefix = "model.layers.1.self_attn.q_proj.weight"
+    names = [prefix if part == "weight" else prefix + part for part in lost]
+
+    def remove(state: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in state if n in names or any(n.startswith(f"{name}.bits") for name in names)]:
+            del state[name]
+
+    checkpoint = edited(tmp_path / "packed", tmp_path / "edited", remove)
+    with pytest.raises(ValueError, match=f"lacks {len(names)} tensors") as raised:
+        load(checkpoint)
+    assert all(name in str(raised.value) for name in names)
+
+
 def test_skipped_experts_are_not_initialised(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Experts left out by the config must come from the checkpoint too."""
 

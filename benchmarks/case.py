@@ -17,7 +17,8 @@ class Row:
         config: what it was measured at, e.g. ``{"depth": 4}``; JSON types.
         metric: name of the number, e.g. ``peak_rss_anon``.
         unit: ``bytes``, ``ms``, ``GB/s``, ``tokens/s`` or ``nats``.
-        value: the number; a median where `repeats` > 1 and the unit is ``ms``, the maximum where it is ``bytes``.
+        value: the number; a median where `repeats` > 1 and the unit is ``ms``, the maximum where it is ``bytes``, the
+            mean where it is ``nats``.
         baseline: arm or quantity that `ratio` divides by; empty if there is none.
         ratio: `value` relative to `baseline`.
         target: highest `ratio` that is accepted; `None` for informative rows.

@@ -7,9 +7,10 @@ seeds and so the same initial factors. Loss is measured on texts that are not tr
 
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -128,12 +129,20 @@ def run(size: Size) -> Result:
     for when in ("before", "after"):
         for arm in ARMS:
             own, stock = ([losses[a][f"seed{seed}_{when}"] for seed in size.seeds] for a in (arm, "stock_peft"))
-            target = TARGET if (arm, when) == ("hf_qmoe", "after") else None
             for seed, value, other in zip(size.seeds, own, stock, strict=True):
                 config = {"seed": seed, "steps": size.steps, "rank": size.rank, "quant_type": "nf4"}
                 metric = f"held_out_loss_{when}"
-                rows.append(Row(arm, config, metric, "nats", value, "stock_peft", value / other, target))
-    return Result(rows, losses)
+                rows.append(Row(arm, config, metric, "nats", value, "stock_peft", value / other))
+    return Result([*rows, mean_of_seeds(rows)], losses)
+
+
+def mean_of_seeds(rows: Sequence[Row]) -> Row:
+    """The row that has a target: the mean loss after training, and the mean of the ratios."""
+    seeds = [row for row in rows if (row.arm, row.metric) == ("hf_qmoe", "held_out_loss_after")]
+    assert all(row.ratio is not None for row in seeds)
+    config = {"seeds": len(seeds)} | {k: v for k, v in seeds[0].config.items() if k != "seed"}
+    value, ratio = fmean(row.value for row in seeds), fmean(row.ratio or 0.0 for row in seeds)
+    return replace(seeds[0], config=config, value=value, ratio=ratio, target=TARGET, repeats=len(seeds))
 
 
 def verify(outputs: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Draws the recorded rows: `python benchmarks/plots.py [CASE ...]` writes ``benchmarks/results/plots/<case>.svg``.
 
-Nothing is measured here; a plot shows the newest row of each kind (`benchmarks.results.current`). The files are the
+Nothing is measured here; a plot shows the newest run (`benchmarks.results.current`). The files are the
 same each time they are drawn from the same rows.
 """
 

@@ -70,20 +70,11 @@ def _parse(record: dict[str, str]) -> tuple[Row, dict[str, str]]:
     return row, {name: value for name, value in record.items() if name not in ROW_COLUMNS}
 
 
-def latest(path: Path) -> list[tuple[Row, dict[str, str]]]:
-    """The newest of the rows that measure the same thing: older ones are history."""
-    newest = {}
-    for row, origin in read(path):
-        newest[row.arm, json.dumps(row.config), row.metric, row.baseline] = (row, origin)
-    return list(newest.values())
-
-
 def current(path: Path) -> list[tuple[Row, dict[str, str]]]:
-    """`latest`, without arms that the newest run no longer has."""
-    rows = latest(path)
+    """The rows of the newest run: a run measures all of its case, older ones are history."""
+    rows = read(path)
     newest = max((origin["date"] for _, origin in rows), default="")
-    arms = {row.arm for row, origin in rows if origin["date"] == newest}
-    return [(row, origin) for row, origin in rows if row.arm in arms]
+    return [(row, origin) for row, origin in rows if origin["date"] == newest]
 
 
 def files(directory: Path, cases: Iterable[str] = ()) -> list[Path]:

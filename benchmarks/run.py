@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -50,6 +51,8 @@ def run_case(case: Case, size: str, directory: Path | None) -> list[Row]:
     origin = provenance()
     result = case.run(case.sizes[size])
     case.verify(result.outputs)
+    if size != "full":  # targets are for the sizes that are recorded
+        result = replace(result, rows=[replace(row, target=None) for row in result.rows])
     print(table(case.name, result.rows))
     for note in result.notes:
         print(f"  {note}")
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{name}: outputs differ, nothing was recorded: {error}", file=sys.stderr)
             status = 1
             continue
-        if parsed.size == "full" and not all(meets_target(row) for row in rows):
+        if not all(meets_target(row) for row in rows):
             status = 1
     return status
 

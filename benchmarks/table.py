@@ -1,4 +1,4 @@
-"""Rows as text. `python benchmarks/table.py [CASE ...]` prints the newest recorded rows that have a ratio."""
+"""Rows as text. `python benchmarks/table.py [CASE ...]` prints those of the newest recorded runs that have a ratio."""
 
 import argparse
 import sys
@@ -38,7 +38,7 @@ def meets_target(row: Row) -> bool:
 
 
 def ratios(path: Path) -> list[Row]:
-    """The newest rows of a results file that compare something with something else."""
+    """The rows of the newest run that compare something with something else."""
     newest = [row for row, _ in results.current(path)]
     return [row for row in newest if row.ratio is not None and row.arm != row.baseline]
 

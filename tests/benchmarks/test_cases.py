@@ -227,7 +227,7 @@ def test_a_missed_target_is_told_by_the_exit_status(monkeypatch: pytest.MonkeyPa
     missed = Case("missed", lambda size: results_of([row]), lambda outputs: None, {"full": None})
     monkeypatch.setitem(run.CASES, "missed", missed)
     assert run.main(["missed", "--results", str(tmp_path)]) == 1
-    assert results.latest(tmp_path / "missed.csv")[0][0] == row
+    assert results.current(tmp_path / "missed.csv")[0][0] == row
 
 
 def results_of(rows: list[Row]) -> Result:

@@ -14,17 +14,17 @@ ROW = Row("hf_qmoe", {"depth": 4, "dtype": "bfloat16"}, "peak_tensors", "bytes",
 
 
 def _recorded(name: str) -> list[Row]:
-    return [row for row, _ in results.latest(results.DIRECTORY / f"{name}.csv")]
+    return [row for row, _ in results.current(results.DIRECTORY / f"{name}.csv")]
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    """Through two appends; the newer of two rows for the same thing is the latest."""
+    """Through two appends; rows of the newer run are the current ones."""
     path = tmp_path / "sub" / "case.csv"
     newer = Row("hf_qmoe", ROW.config, "peak_tensors", "bytes", 100, "plain", 0.2, 0.25, 3, 0.5, 1.5)
     results.append(path, [ROW], {"date": "1", "commit": "a"})
     results.append(path, [newer], {"date": "2", "commit": "b"})
     assert results.read(path) == [(ROW, {"date": "1", "commit": "a"}), (newer, {"date": "2", "commit": "b"})]
-    assert results.latest(path) == [(newer, {"date": "2", "commit": "b"})]
+    assert results.current(path) == [(newer, {"date": "2", "commit": "b"})]
 
 
 def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
@@ -32,6 +32,25 @@ def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
     results.append(tmp_path / "case.csv", [ROW], {"date": "1"})
     with pytest.raises(ValueError, match="has the columns"):
         results.append(tmp_path / "case.csv", [ROW], {"date": "1", "gpu": "none"})
+
+
+#: Targets that are missed: docs/performance.md says why, and what the limit is.
+MISSED = {
+    ("experts_time", "forward", experts, tokens, target)
+    for experts in (64, 128)
+    for tokens, target in ((1, 0.18), (512, 0.52))
+}
+
+
+def test_every_target_is_met_but_those_that_are_explained() -> None:
+    """A row that has a target meets it; one that does so at last leaves the list."""
+    missed = {
+        (name, row.metric, row.config.get("E"), row.config.get("T"), row.target)
+        for name in CASES
+        for row in _recorded(name)
+        if not run.meets_target(row)
+    }
+    assert missed == MISSED
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,7 +133,9 @@ def test_recorded_expert_lora_meets_its_targets() -> None:
 
 def test_recorded_convergence() -> None:
     """QLoRA on nf4 experts ends within 2 % of LoRA on bf16 ones, as the mean of three seeds; each halves the gap."""
-    rows = [row for row in _recorded("convergence") if row.arm == "hf_qmoe" and row.config["rank"] == 16]
+    (mean,) = (row for row in _recorded("convergence") if row.target is not None)
+    assert run.meets_target(mean), mean
+    rows = [row for row in _recorded("convergence") if row.arm == "hf_qmoe" and "seed" in row.config]
     gaps: dict[int, dict[str, float]] = {}
     for row in rows:
         assert row.config["steps"] == 60
@@ -122,6 +143,6 @@ def test_recorded_convergence() -> None:
         gaps.setdefault(row.config["seed"], {})[row.metric] = row.ratio - 1
     assert sorted(gaps) == [0, 1, 2]
     after = [gap["held_out_loss_after"] for gap in gaps.values()]
-    assert sum(after) / len(after) <= 0.02
+    assert sum(after) / len(after) == pytest.approx(mean.ratio - 1, abs=1e-3)
     for gap in gaps.values():
         assert gap["held_out_loss_after"] < 0.55 * gap["held_out_loss_before"]

@@ -36,9 +36,10 @@ def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
 
 #: Targets that are missed: docs/performance.md says why, and what the limit is.
 MISSED = {
-    ("experts_time", "forward", experts, tokens, target)
-    for experts in (64, 128)
-    for tokens, target in ((1, 0.18), (512, 0.52))
+    *(("experts_time", "forward", experts, 1, 0.18) for experts in (64, 128)),
+    *(("experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
+    ("experts_time", "forward", 128, 2048, 0.78),
+    ("experts_time", "read_packed", 128, 1, 1.333),
 }
 
 

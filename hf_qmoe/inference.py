@@ -5,18 +5,17 @@ gradient flows through the call); `True` everybody, `False` nobody. Where bits a
 kernels that add in float32 and round less often (`hf_qmoe.ops.fused`).
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from itertools import chain
 from operator import or_
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
@@ -40,11 +39,11 @@ class Experts(Protocol):
     def stack_names(self) -> tuple[str, ...]:
         """Parameter names, first the up projection."""
 
-    def stored_tensors(self, name: str) -> list[Tensor | None]:
-        """The tensors of one projection, as they are stored."""
+    def stack(self, name: str) -> PackedStack:
+        """The tensors of one projection."""
 
-    def as_stack(self, stored: Sequence[Tensor | None]) -> PackedStack:
-        """The same as they are used."""
+    def stored_tensors(self, name: str) -> list[Tensor | None]:
+        """The same as they are stored."""
 
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -127,15 +126,14 @@ def forward_fused(
     names = experts.stack_names
     # Views: the memory stays while a kernel reads it, even if another thread assigns to the parameter.
     up_bias, down_bias = (getattr(experts, f"{name}_bias").detach() if experts.has_bias else None for name in names)
-    stored = [[None if t is None else t.detach() for t in experts.stored_tensors(name)] for name in names]
     out_dtype = compute_dtype if hidden_states.dtype == compute_dtype else torch.float32
     out: Tensor
-    if _is_plain(x, top_k_index, top_k_weights, up_bias, down_bias, *chain(*stored)):
-        prepared = _prepared(experts, x, gate, stored)
-        if prepared is not None:
-            out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
-            return _cast(out, hidden_states.dtype)
-    up, down = (_operands(experts.as_stack(tensors)) for tensors in stored)
+    if _is_plain(x, top_k_index, top_k_weights, up_bias, down_bias) and (found := _prepared(experts, x, gate)):
+        prepared, memory = found
+        out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
+        del memory  # until here
+        return _cast(out, hidden_states.dtype)
+    up, down = (_operands(experts.stack(name)) for name in names)
     if not can_fuse(x, up, down):
         return None
     out = fused_experts(
@@ -150,8 +148,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-# What was prepared for a module, and for which memory.
-_PREPARED: MutableMapping[Experts, tuple[tuple[Any, ...], PreparedExperts]] = WeakIdKeyDictionary()
+# The module, for which memory something was prepared, and what; by the module's `id`: it need not have a hash.
+_PREPARED: dict[int, tuple[ref[Experts], tuple[Any, ...], PreparedExperts]] = {}
 
 
 def _keys(*names: str) -> int:
@@ -177,31 +175,48 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def _prepared(experts: Experts, x: Tensor, gate: str, stored: list[list[Tensor | None]]) -> PreparedExperts | None:
+def _prepared(
+    experts: Experts, x: Tensor, gate: str
+) -> tuple[PreparedExperts, list[torch.UntypedStorage | None]] | None:
     """The layer's weights as described at an earlier call, if they are still there; `None` if no kernel takes them.
 
     For one token, after other work has had the caches, the operator's way costs 0.4 ms to the kernel's 0.8.
 
-    Args:
-        stored: views of the stored tensors, by projection.
+    Returns:
+        the description, and the memory of which it has addresses, to be kept while it is used.
     """
     if not takes(x):
         return None
-    key = gate, experts.quant_type, *(None if t is None else _memory(t) for t in chain(*stored))
-    known, prepared = _PREPARED.get(experts, (None, None))
-    if known == key:
-        return prepared
-    up, down = (_operands(experts.as_stack(tensors)) for tensors in stored)
-    if not can_fuse(x, up, down) or not all(t.is_contiguous() for t in (*up.tensors, *down.tensors)):
+    stored = [tensor for name in experts.stack_names for tensor in experts.stored_tensors(name)]
+    memory, key = _memory(stored, gate, experts.quant_type)
+    number = id(experts)
+    known = _PREPARED.get(number)
+    if known is not None and known[0]() is experts and known[1] == key:
+        return known[2], memory
+    stacks = [experts.stack(name) for name in experts.stack_names]
+    up, down = map(_operands, stacks)
+    tensors = (*up[:4], *down[:4])
+    if (
+        not can_fuse(x, up, down)
+        or not _is_plain(*tensors)
+        or not all(t is None or t.is_contiguous() for t in tensors)
+    ):
         return None
     prepared = PreparedExperts(up, down, gate)
-    _PREPARED[experts] = key, prepared
-    return prepared
+    # Of these views: another thread may have replaced the parameters in between.
+    memory, key = _memory(tensors, gate, experts.quant_type)
+    _PREPARED[number] = ref(experts, lambda _: _PREPARED.pop(number, None)), key, prepared
+    return prepared, memory
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """What identifies what a tensor reads, while it lives."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def _memory(tensors: Sequence[Tensor | None], *more: str) -> tuple[list[torch.UntypedStorage | None], tuple[Any, ...]]:
+    """The storages of `tensors`, and what identifies the numbers that these read while the storages live."""
+    storages = [None if t is None else t.untyped_storage() for t in tensors]
+    places = (
+        None if t is None or s is None else (s.data_ptr(), t.storage_offset(), t.element_size(), t.shape, t.stride())
+        for t, s in zip(tensors, storages, strict=True)
+    )
+    return storages, (*more, *places)
 
 
 def _operands(stack: PackedStack) -> Operands:

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from hf_qmoe.ops.bnb_tables import make_bnb_tables
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, decompress_absmax, rows_for_dequantize
+from hf_qmoe.ops.native_library import refuse_freed
 from hf_qmoe.ops.torch_ops import dequantize_expert
 
 
@@ -78,6 +79,7 @@ def _dequantize(weight: _Weight, facts: _Facts, dtype: torch.dtype) -> Tensor:
     shape = (1, numel) if numel % facts.blocksize else rows_for_dequantize(rows, columns, facts.blocksize)
     if not torch.compiler.is_compiling():
         make_bnb_tables(facts.quant_type, weight.packed.device)
+    refuse_freed(weight.packed, weight.absmax)
     unpack = torch.ops.bitsandbytes.dequantize_4bit.default
     out: Tensor = unpack(weight.packed, weight.scales(), facts.blocksize, facts.quant_type, list(shape), dtype)
     return out.view(rows, columns)
@@ -85,6 +87,7 @@ def _dequantize(weight: _Weight, facts: _Facts, dtype: torch.dtype) -> Tensor:
 
 def _fused(x: Tensor, weight: _Weight, facts: _Facts, bias: Tensor | None) -> Tensor:
     """bitsandbytes' fused kernel: it unpacks within the product."""
+    refuse_freed(*(t for t in (weight.packed, weight.absmax, weight.nested_absmax) if t is not None))
     fixed = (list(facts.shape), weight.absmax, facts.blocksize, facts.quant_type)
     nested: dict[str, Any] = {}
     if weight.nested_absmax is not None:

@@ -129,13 +129,9 @@ class PackedModule(nn.Module):
 
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection (``gate_up_proj``, ``up_proj`` or ``down_proj``) as one value."""
-        return self.as_stack(self.stored_tensors(name))
-
-    def as_stack(self, stored: Iterable[Tensor | None]) -> PackedStack:
-        """What `stored_tensors` gives, as one value."""
+        stored = zip(SUFFIXES, self.stored_tensors(name), strict=True)
         # Views: what autograd saves of them stays what it was when someone assigns to `parameter.data`.
-        fields = zip(SUFFIXES, stored, strict=True)
-        tensors: dict[str, Any] = {field: None if t is None else as_used(t.detach()) for field, t in fields}
+        tensors: dict[str, Any] = {field: None if t is None else as_used(t.detach()) for field, t in stored}
         return PackedStack(quant_type=self.quant_type, **tensors)
 
     def stored_tensors(self, name: str) -> list[Tensor | None]:

@@ -1,7 +1,10 @@
 """`once` makes one value for all threads."""
 
+import os
 import threading
 import time
+
+import pytest
 
 from hf_qmoe.once import once
 
@@ -32,6 +35,56 @@ def test_threads_that_ask_first_get_the_same() -> None:
     assert value("b") == ["b"]
     value.cache_clear()
     assert value("a") is not got[0]
+
+
+def test_asked_while_it_is_made() -> None:
+    """As the handler of a signal may: the first value made is the one that is kept."""
+    depth = []
+
+    @once
+    def value() -> object:
+        depth.append(True)
+        if len(depth) == 1:
+            inner.append(value())
+        return object()
+
+    inner: list[object] = []
+    assert value() is inner[0]
+    assert value() is inner[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    """Forked while another thread makes a value, as a DataLoader may."""
+    begun, done = threading.Event(), threading.Event()
+
+    @once
+    def value(name: str) -> str:
+        if name == "slow" and os.getpid() == parent:
+            begun.set()
+            done.wait(60)
+        return name
+
+    parent = os.getpid()
+    thread = threading.Thread(target=value, args=("slow",))
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if not child:
+        os._exit(0 if (value("slow"), value("fast")) == ("slow", "fast") else 1)
+    for _ in range(100):
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert finished
+    assert status == 0
 
 
 def test_a_value_may_need_another() -> None:

@@ -16,6 +16,7 @@ from hf_qmoe.once import once
 from hf_qmoe.ops import native
 from hf_qmoe.ops.bnb_tables import make_bnb_tables
 from hf_qmoe.ops.defaults import torch_defaults
+from hf_qmoe.ops.native_library import refuse_freed
 
 
 #: Block sizes that bitsandbytes implements on every device, for 4-bit and for 8-bit codebooks.
@@ -241,6 +242,7 @@ def dequantize(packed: Tensor, absmax: Tensor | None, quant_type: str, blocksize
         raise ValueError(f"{quant_type} needs float32 scales, got {None if absmax is None else absmax.dtype}")
     shape = (packed.shape[0], packed.shape[1] * 8 // fmt.bits)
     computed = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+    refuse_freed(packed, absmax)
     scales = absmax.reshape(-1)
     weight: Tensor
     if fmt.bits == 4:
@@ -287,6 +289,7 @@ def decompress_absmax(codes: Tensor, nested_absmax: Tensor, offset: Tensor, code
         if native.dequantize_into(values, codes, nested_absmax, "int8", NESTED_BLOCKSIZE):
             return values.add_(offset)
     code = codebook("int8", codes.device) if code is None else code
+    refuse_freed(codes, nested_absmax, code)
     absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         codes.reshape(-1), nested_absmax, code, NESTED_BLOCKSIZE, torch.float32
     )

@@ -127,6 +127,13 @@ def address(tensor: Tensor) -> int:
     return pointer
 
 
+def refuse_freed(*tensors: Tensor) -> None:
+    """For code of others that reads memory: raises as `address` does, but for fake tensors and the like."""
+    if not torch.compiler.is_compiling():
+        for tensor in filter(has_memory, tensors):
+            address(tensor)
+
+
 @cache
 def load() -> Loaded:
     mode = os.environ.get("HF_QMOE_CPU_KERNELS") or "auto"

@@ -200,7 +200,7 @@ def test_benchmark_refuses_an_operator_with_wrong_gradients() -> None:
 
 def test_recorded_streamed_memory_meets_its_target() -> None:
     """One more layer costs at most a tenth of its packed bytes in recycled slots, and all of them in private ones."""
-    recorded = [row for row, _ in results.latest(results.DIRECTORY / "streamed_memory.csv")]
+    recorded = [row for row, _ in results.current(results.DIRECTORY / "streamed_memory.csv")]
     growth = {(r.config["operator"], r.arm): r for r in recorded if r.metric == "peak_tensors_per_layer"}
     assert growth.keys() == {(name, arm) for name in streamed_memory.OPERATORS for arm in streamed_memory.ARMS}
     for (_, arm), row in growth.items():

@@ -348,3 +348,16 @@ def test_float64_is_refused(requires_grad: bool) -> None:
     x = torch.randn(7, IN, dtype=torch.float64, requires_grad=requires_grad)
     with pytest.raises((TypeError, ValueError), match="float64"):
         matmul_4bit(x, packed, state)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (64, 32), (63, 33)], ids=str)
+@by_nesting
+@pytest.mark.parametrize("name", ["packed", "absmax", "nested_absmax"])
+def test_freed_storage_is_refused(name: str, nested: bool, shape: tuple[int, int]) -> None:
+    """bitsandbytes reads memory without asking whether it is there; an offloader or FSDP1 may have freed it."""
+    if name == "nested_absmax" and not nested:
+        pytest.skip("there is none")
+    packed, state = pack(nested=nested, shape=shape)
+    operands(packed, state)[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"no memory|out of bounds"):
+        matmul_4bit(torch.randn(3, shape[1]), packed, state)

@@ -165,14 +165,16 @@ _PLAIN_TENSOR = (_keys("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Whether a kernel may read these tensors without the dispatcher: nobody watches the operators that are called
-    (compiler, mode, transform, tracer, profiler), and each is numbers in the CPU's memory as they are (no subclass, no
-    batch of vmap, no lazy negation, no fake).
+    (compiler, mode, transform, tracer, profiler), and `_are_numbers`.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
         return False
-    return torch._C._dispatch_tls_local_include_set().raw_repr() in _PLAIN_THREAD and all(
-        tensor is None or torch._C._dispatch_keys(tensor).raw_repr() in _PLAIN_TENSOR for tensor in tensors
-    )
+    return torch._C._dispatch_tls_local_include_set().raw_repr() in _PLAIN_THREAD and _are_numbers(tensors)
+
+
+def _are_numbers(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether each is what the CPU's memory holds: no subclass, no batch of vmap, no lazy negation, no fake."""
+    return all(t is None or torch._C._dispatch_keys(t).raw_repr() in _PLAIN_TENSOR for t in tensors)
 
 
 def _prepared(
@@ -185,9 +187,9 @@ def _prepared(
     Returns:
         the description, and the memory of which it has addresses, to be kept while it is used.
     """
-    if not takes(x):
-        return None
     stored = [tensor for name in experts.stack_names for tensor in experts.stored_tensors(name)]
+    if not takes(x) or not _are_numbers(stored):
+        return None
     memory, key = _memory(stored, gate, experts.quant_type)
     number = id(experts)
     known = _PREPARED.get(number)
@@ -196,11 +198,7 @@ def _prepared(
     stacks = [experts.stack(name) for name in experts.stack_names]
     up, down = map(_operands, stacks)
     tensors = (*up[:4], *down[:4])
-    if (
-        not can_fuse(x, up, down)
-        or not _is_plain(*tensors)
-        or not all(t is None or t.is_contiguous() for t in tensors)
-    ):
+    if not can_fuse(x, up, down) or not all(t is None or t.is_contiguous() for t in tensors):
         return None
     prepared = PreparedExperts(up, down, gate)
     # Of these views: another thread may have replaced the parameters in between.

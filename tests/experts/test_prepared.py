@@ -219,6 +219,18 @@ def test_tensors_whose_memory_does_not_hold_their_numbers(which: str, kind: str)
     outputs(module, arguments)
 
 
+@pytest.mark.parametrize("exact", [None, True])
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_absmax", "down_proj"])
+def test_packed_weights_of_another_class(name: str, exact: bool | None) -> None:
+    """A wrapper has no memory of its own; operators see what it wraps."""
+    module, arguments = biased_layer(), inputs()
+    expected = exactly(module, arguments) if exact else outputs(module, arguments)
+    module.exact = exact
+    weight = getattr(module, name).detach()
+    setattr(module, name, nn.Parameter(TwoTensor(weight, weight), requires_grad=False))
+    assert relative_error(outputs(module, arguments).a, expected) < 1e-6
+
+
 def test_a_negated_weight_of_one_token() -> None:
     """The imaginary part of a conjugate is contiguous, and lazily negated."""
     module, arguments = biased_layer(), Inputs(*(tensor[:1] for tensor in inputs()))

@@ -195,8 +195,7 @@ def _prepared(
     known = _PREPARED.get(number)
     if known is not None and known[0]() is experts and known[1] == key:
         return known[2], memory
-    stacks = [experts.stack(name) for name in experts.stack_names]
-    up, down = map(_operands, stacks)
+    up, down = (_operands(experts.stack(name)) for name in experts.stack_names)
     tensors = (*up[:4], *down[:4])
     if not can_fuse(x, up, down) or not all(t is None or t.is_contiguous() for t in tensors):
         return None

@@ -118,8 +118,8 @@ def test_recorded_times_cover_every_size() -> None:
         assert row.p20 <= row.value <= row.p80
 
 
-def test_recorded_expert_lora_covers_every_size() -> None:
-    """Time and both counts of memory have a target, at three numbers of tokens, for two layers."""
+def test_recorded_expert_lora_meets_its_targets() -> None:
+    """Time and both counts of memory, at three numbers of tokens, for two layers; one row is explained."""
     rows = [row for row in _recorded("expert_lora") if row.arm == "hf_qmoe"]
     measured = {(row.metric, row.config["E"], row.config["T"]) for row in rows}
     metrics = ("step", "peak_rss_anon", "peak_tensors")
@@ -130,6 +130,8 @@ def test_recorded_expert_lora_covers_every_size() -> None:
         targets = expert_lora.TIME_TARGETS if row.metric == "step" else expert_lora.MEMORY_TARGETS
         assert row.target == targets[row.config["T"]]
         assert row.config["rank"] == 16
+        explained = ("expert_lora", row.metric, row.config["E"], row.config["T"], row.target) in MISSED
+        assert run.meets_target(row) != explained, row
 
 
 def test_recorded_convergence() -> None:

@@ -112,12 +112,22 @@ def test_grouped_linear_of_any_size(shape, dtype, quant_type, instruction_set):
 
 @by_quant_type
 @by_dtype
-@pytest.mark.parametrize("tokens", [*range(1, 20), 63, 64, 257])
+@pytest.mark.parametrize("tokens", [*range(1, 20), 31, 32, 33, 47, 48, 63, 64, 80, 95, 256, 257, 272, 273, 300, 527])
 def test_any_number_of_tokens(tokens, dtype, quant_type, instruction_set):
     """One expert, all tokens."""
     stack = stack_of(1, 48, 320, quant_type)
     x = torch.randn(tokens, 320, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     offsets = torch.tensor([0, tokens])
+    assert_near(multiply(x, stack, offsets, exact=False), x, stack.dequantize(torch.float64), offsets)
+
+
+@by_dtype
+@pytest.mark.parametrize("counts", [(1500, 40, 700, 0, 1200, 5), (0, 0, 33, 1023, 0), (31,) * 70])
+def test_more_rows_than_are_packed_at_a_time(counts, dtype, instruction_set):
+    """What is packed in batches of 2 MB, or not at all, lands where it belongs."""
+    stack = stack_of(len(counts), 33, 1024)
+    offsets = torch.tensor([0, *itertools.accumulate(counts)])
+    x = torch.randn(sum(counts), 1024, generator=torch.Generator().manual_seed(4)).to(dtype)
     assert_near(multiply(x, stack, offsets, exact=False), x, stack.dequantize(torch.float64), offsets)
 
 
@@ -251,14 +261,15 @@ def stepwise(x, index, weights, up, down, gate, activation, biases):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_layer(has_bias, activation, gate, dtype, instruction_set):
+@pytest.mark.parametrize("tokens", [40, 120])
+def test_a_layer(tokens, has_bias, activation, gate, dtype, instruction_set):
     """Any gate and activation, with and without biases; index 7 and 8 name experts of other ranks."""
     up, down = layer(gate)
     generator = torch.Generator().manual_seed(8)
     biases = (torch.randn(7, up.out_features, generator=generator), torch.randn(7, 96, generator=generator))
     biases = biases if has_bias else (None, None)
-    x = torch.randn(40, 96, generator=generator).to(dtype)
-    index, weights = routing(40, 3, 9)
+    x = torch.randn(tokens, 96, generator=generator).to(dtype)
+    index, weights = routing(tokens, 3, 9)
     doubles = tuple(None if bias is None else bias.double() for bias in biases)
     weights_64 = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = layer_reference(x, index, weights, *weights_64, doubles, gate, activation)
@@ -271,7 +282,7 @@ def test_a_layer(has_bias, activation, gate, dtype, instruction_set):
 @by_quant_type
 @by_dtype
 @pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 33, 257])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 33, 257, 900])
 def test_a_layer_in_every_format(tokens, double_quant, dtype, quant_type, instruction_set):
     """All formats and numbers of tokens; the same expert may be chosen twice."""
     up, down = layer("concatenated", quant_type, 5, 128, 64, double_quant)
@@ -286,11 +297,12 @@ def test_a_layer_in_every_format(tokens, double_quant, dtype, quant_type, instru
 
 
 @by_dtype
-def test_threads_do_not_change_a_bit(dtype, instruction_set, threads):
+@pytest.mark.parametrize(("tokens", "hidden"), [(37, 256), (400, 256), (900, 1024)])
+def test_threads_do_not_change_a_bit(tokens, hidden, dtype, instruction_set, threads):
     """Each number is made by one thread, its terms added in one order."""
-    up, down = layer("concatenated", hidden=256, features=320)
-    x = torch.randn(37, 256, generator=torch.Generator().manual_seed(10)).to(dtype)
-    index, weights = routing(37, 4, 7)
+    up, down = layer("concatenated", hidden=hidden, features=320)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(10)).to(dtype)
+    index, weights = routing(tokens, 4, 7)
     results = []
     for count in range(1, 9):
         threads(count)
@@ -329,7 +341,7 @@ def test_a_negative_index_is_an_error(instruction_set):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @by_dtype
-@pytest.mark.parametrize("tokens", [5, 120])
+@pytest.mark.parametrize("tokens", [5, 200])
 def test_what_is_not_finite_stays_so(tokens, value, dtype, instruction_set):
     """A NaN or infinity in one token is seen in that token's result only."""
     up, down = layer("concatenated")
@@ -342,14 +354,15 @@ def test_what_is_not_finite_stays_so(tokens, value, dtype, instruction_set):
 
 
 @by_dtype
-def test_extreme_activations(dtype, instruction_set):
+@pytest.mark.parametrize("tokens", [9, 48])
+def test_extreme_activations(tokens, dtype, instruction_set):
     """SiLU and GELU where their exponentials overflow and underflow."""
     hidden = 64
     eye = torch.eye(hidden)[None]
     up = PackedStack.from_float(eye, "nf4", 64)
     down = PackedStack.from_float(eye, "nf4", 64)
-    x = torch.linspace(-200, 200, 9 * hidden).view(9, hidden).to(dtype)
-    index, weights = torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1)
+    x = torch.linspace(-200, 200, tokens * hidden).view(tokens, hidden).to(dtype)
+    index, weights = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)
     for activation in ("silu", "gelu_tanh"):
         out = run(x, index, weights, up, down, "none", activation, out_dtype=torch.float32)
         expected = functional.silu(x.double())
@@ -361,7 +374,7 @@ def test_extreme_activations(dtype, instruction_set):
 
 
 @pytest.mark.parametrize("hidden", [96, 128])
-@pytest.mark.parametrize("tokens", [4, 120])
+@pytest.mark.parametrize("tokens", [4, 200])
 def test_unaligned_memory(tokens, hidden, instruction_set):
     """Pointers may be odd: tensors can be views into anything, such as a mapped file."""
     up, down = layer("concatenated", hidden=hidden, double_quant=True)

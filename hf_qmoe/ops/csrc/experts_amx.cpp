@@ -10,11 +10,13 @@
 
 #include "product.inc"
 
+#include "row_blocks.inc"
+
 #include "experts.inc"
 
 namespace {
 
-constexpr int kTileSize = 16, kTileColumns = 32;
+constexpr int kTileSize = kBlockRows, kTileColumns = kBlockColumns;
 
 // An expert with fewer rows than this is multiplied with AVX512-BF16: a tile of them would not be full. That it pays
 // from here on was not measured.
@@ -22,63 +24,23 @@ constexpr int kManyRows = kTileSize;
 
 struct AmxMath : BFloat16Math {};
 
-// 16 x 16 dwords: what was dword j of row i becomes dword i of row j.
-static inline void transpose(__m512i (&rows)[kTileSize]) {
-    __m512i twos[kTileSize], fours[kTileSize];
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileSize; i += 2) {
-        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    // Quarter q of fours[i + j] is then dword 4q + j of rows i to i + 3.
-#pragma GCC unroll 4
-    for (int i = 0; i < kTileSize; i += 4) {
-        fours[i] = _mm512_unpacklo_epi64(twos[i], twos[i + 2]);
-        fours[i + 1] = _mm512_unpackhi_epi64(twos[i], twos[i + 2]);
-        fours[i + 2] = _mm512_unpacklo_epi64(twos[i + 1], twos[i + 3]);
-        fours[i + 3] = _mm512_unpackhi_epi64(twos[i + 1], twos[i + 3]);
-    }
-    constexpr int kEven = 0x88, kOdd = 0xdd;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const __m512i even01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kEven);
-        const __m512i even23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kEven);
-        const __m512i odd01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], kOdd);
-        const __m512i odd23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], kOdd);
-        rows[j] = _mm512_shuffle_i32x4(even01, even23, kEven);
-        rows[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, kEven);
-        rows[8 + j] = _mm512_shuffle_i32x4(even01, even23, kOdd);
-        rows[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, kOdd);
-    }
-}
-
-// Packs rows first to first + count (16 at most) of `rows`, each of whole groups; the others become zeros.
-static void pack_block(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_t columns, BFloat16* out) {
-    for (int64_t k = 0; k < columns; k += kTileColumns, out += kTileSize * kTileColumns) {
-        __m512i dwords[kTileSize];
-#pragma GCC unroll 16
-        for (int i = 0; i < kTileSize; i++)
-            dwords[i] = i < count ? _mm512_loadu_si512(bytes_at(rows.at(first + i), k)) : _mm512_setzero_si512();
-        transpose(dwords);
-#pragma GCC unroll 16
-        for (int i = 0; i < kTileSize; i++) _mm512_store_si512(out + i * kTileColumns, dwords[i]);
-    }
-}
-
 // The rows of the experts that have many, packed; those of the others as they are.
 class PackedRows {
   public:
-    PackedRows(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t num_experts,
+    // Those of experts `first` to `last`.
+    PackedRows(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t first, int64_t last,
                int64_t threads)
         : rows_(rows),
+          first_(first),
           block_size_(kTileSize * padded(columns)),
-          blocks_(offsets, num_experts),
+          blocks_(offsets + first, last - first),
           packed_(blocks_.count * block_size_) {
         if (!has_memory()) return;
         const int64_t* owners = blocks_.owners.get();
         for_ranges(blocks_.count, block_size_, (int)threads, [&](int64_t from, int64_t to) {
             for (int64_t block = from; block < to; block++) {
-                const int64_t expert = owners[block], inside = (block - blocks_.starts.get()[expert]) * kTileSize;
+                const int64_t inside = (block - blocks_.starts.get()[owners[block]]) * kTileSize;
+                const int64_t expert = first_ + owners[block];
                 const int64_t first = load(offsets, expert) + inside, last = load(offsets, expert + 1);
                 pack_block(rows_, first, least(last - first, kTileSize), padded(columns),
                            packed_.get() + block * block_size_);
@@ -92,14 +54,13 @@ class PackedRows {
 
     // Block i of an expert with many rows is at `block(expert) + i * block_size()`.
     const BFloat16* block(int64_t expert) const {
-        return packed_.get() + blocks_.starts.get()[expert] * block_size_;
+        return packed_.get() + blocks_.starts.get()[expert - first_] * block_size_;
     }
     int64_t block_size() const { return block_size_; }
 
+    static int64_t blocks_of_expert(int64_t count) { return count < kManyRows ? 0 : blocks_of(count, kTileSize); }
+
   private:
-    static int64_t blocks_between(int64_t first, int64_t last) {
-        return last - first < kManyRows ? 0 : blocks_of(last - first, kTileSize);
-    }
 
     // The first block of each expert, and the expert of each block.
     struct Blocks {
@@ -108,7 +69,7 @@ class PackedRows {
             if (!starts.get() || !owners.get()) return;
             for (int64_t expert = 0, next = 0; expert < num_experts; expert++) {
                 starts.get()[expert] = next;
-                const int64_t end = next + blocks_between(load(offsets, expert), load(offsets, expert + 1));
+                const int64_t end = next + blocks_of_expert(load(offsets, expert + 1) - load(offsets, expert));
                 for (; next < end; next++) owners.get()[next] = expert;
             }
         }
@@ -116,7 +77,7 @@ class PackedRows {
         static int64_t total(const int64_t* offsets, int64_t num_experts) {
             int64_t sum = 0;
             for (int64_t expert = 0; expert < num_experts; expert++)
-                sum += blocks_between(load(offsets, expert), load(offsets, expert + 1));
+                sum += blocks_of_expert(load(offsets, expert + 1) - load(offsets, expert));
             return sum;
         }
 
@@ -125,18 +86,24 @@ class PackedRows {
     };
 
     const Rows<BFloat16> rows_;
-    const int64_t block_size_;
+    const int64_t first_, block_size_;
     const Blocks blocks_;
     const Buffer<BFloat16> packed_;
 };
 
 template <>
-struct Operand<AmxMath> {
+struct Operand<AmxMath> : Operand<BFloat16Math> {
     using Type = const PackedRows&;
 
-    static PackedRows of(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t num_experts,
-                         int64_t threads) {
-        return PackedRows(rows, columns, offsets, num_experts, threads);
+    static int64_t packed_of(int64_t count) { return PackedRows::blocks_of_expert(count) * kTileSize; }
+
+    static PackedRows of(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t first,
+                         int64_t last, int64_t threads) {
+        return PackedRows(rows, columns, offsets, first, last, threads);
+    }
+    static PackedRows placed(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t num_experts,
+                             int64_t threads) {
+        return PackedRows(rows, columns, offsets, 0, num_experts, threads);
     }
     static bool has_memory(Type rows) { return rows.has_memory(); }
 };
@@ -167,16 +134,6 @@ class Tiles {
   private:
     bool configured_ = false;
 };
-
-// Puts the sums of 16 rows of weights times 16 rows of x, row by row of x, to `out[0..15][0..15]`.
-static inline void put_sums(const float* sums, float (*out)[kTileRows]) {
-    __m512i rows[kTileSize];
-#pragma GCC unroll 16
-    for (int i = 0; i < kTileSize; i++) rows[i] = _mm512_load_si512(sums + i * kTileSize);
-    transpose(rows);
-#pragma GCC unroll 16
-    for (int i = 0; i < kTileSize; i++) _mm512_storeu_si512(out[i], rows[i]);
-}
 
 // `out[i][0..31]` = 32 rows of weights times row i of one or two blocks of x.
 template <bool kTwo>
@@ -223,11 +180,11 @@ class Worker<AmxMath> : public Worker<BFloat16Math> {
   public:
     using Worker<BFloat16Math>::Worker;
 
-    template <class Take>
+    template <class Take, class TakeBlock>
     void multiply_tile(const PackedStack& stack, int64_t expert, const Tile& tile, const PackedRows& rows,
-                       int64_t first, int64_t last, const Take& take) {
+                       int64_t first, int64_t last, const Take& take, const TakeBlock& take_block) {
         if (last - first < kManyRows)
-            Worker<BFloat16Math>::multiply_tile(stack, expert, tile, rows.rows(), first, last, take);
+            Worker<BFloat16Math>::multiply_tile(stack, expert, tile, rows.rows(), first, last, take, take_block);
         else if (stack.bits == 4)
             multiply_many<BFloat16Math::Unpack4, 4>(stack, expert, tile, rows, first, last, take);
         else
@@ -309,14 +266,16 @@ bool hf_qmoe_agrees_amx() {
         for (int64_t k = 0; k < kColumns; k++)
             from_float((float)(next() >> 16) * 0x1p-15f - 1.0f, x.get() + i * padded(kColumns) + k);
     const Rows<BFloat16> rows = {x.get(), nullptr, padded(kColumns)};
-    const PackedRows packed_rows(rows, kColumns, offsets, 1, 1);
+    const PackedRows packed_rows(rows, kColumns, offsets, 0, 1, 1);
     if (!packed_rows.has_memory()) return false;
 
     float sums[kRows][kTileRows], expected[kRows][kTileRows];
     worker.multiply_tile(stack, 0, tile, packed_rows, 0, kRows,
-                         [&](int64_t row, const float* values) { memcpy(sums[row], values, sizeof sums[row]); });
+                         [&](int64_t row, const float* values) { memcpy(sums[row], values, sizeof sums[row]); },
+                         NoBlocks());
     other.multiply_tile(stack, 0, tile, rows, 0, kRows,
-                        [&](int64_t row, const float* values) { memcpy(expected[row], values, sizeof sums[row]); });
+                        [&](int64_t row, const float* values) { memcpy(expected[row], values, sizeof sums[row]); },
+                        NoBlocks());
     // Sums of 160 terms below 1, up to 13 in size: ten units of their last place. Emulated they are 1.4e-6 apart.
     bool agrees = true;
     for (int64_t i = 0; i < kRows; i++)

@@ -24,7 +24,7 @@ struct FloatMath {
     static Sum dot(Sum sum, Vector weights, Vector row) { return _mm512_fmadd_ps(weights, row, sum); }
     static Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
 
-    static void store_sums(const Sum (&sums)[4], float* out) {
+    __attribute__((always_inline)) static void store_sums(const Sum (&sums)[4], float* out) {
         const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
         const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
         const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second));

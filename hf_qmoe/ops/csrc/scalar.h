@@ -9,7 +9,7 @@ static inline uint16_t bfloat16_bits(float value) {
     const uint32_t bits = bits_of(value);
     // Rounded, a NaN whose bits are all set would become zero.
     const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1), quiet = bits | 0x400000u;
-    return (uint16_t)((value != value ? quiet : rounded) >> 16);
+    return (uint16_t)(((bits & 0x7fffffffu) > kInfinityBits ? quiet : rounded) >> 16);
 }
 
 static inline uint16_t float16_bits(float value) {

@@ -46,6 +46,7 @@ _ARGUMENTS = {
     "hf_qmoe_grouped_linear": (_POINTER,),
     "hf_qmoe_experts": (_POINTER,),
     "hf_qmoe_lora": (_POINTER,),
+    "hf_qmoe_transpose": (_POINTER,),
 }
 
 

@@ -220,6 +220,23 @@ def test_every_implementation(
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(64, 96), (33, 31), (1, 70), (257, 1), (0, 5), (5, 0)], ids=str)
+def test_transposing(shape: tuple[int, int], dtype: torch.dtype, out_dtype: torch.dtype, implementation: str) -> None:
+    """torch's bits, of matrices in unaligned memory, of slices, with what no number is; all of it is written."""
+    size = shape[0] * shape[1]
+    values = torch.randn(size + 1, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if size > 4:
+        values[1:5] = torch.tensor([torch.nan, torch.inf, 3.4e38, -1e-40])
+    matrix = values[1:].view(shape)
+    sliced = torch.cat([matrix, matrix], dim=1)[:, : shape[1]]
+    for given in (matrix, sliced):
+        out = torch.full((size + 1,), 7.0, dtype=out_dtype)[1:].view(shape[1], shape[0])
+        native_lora.transpose_into(out, given)
+        torch.testing.assert_close(out, given.t().to(out_dtype), rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_number_of_threads_changes_nothing() -> None:
     """Experts are computed each by one thread, in one order."""
     offsets, results = offsets_of(9, 1, 30, 0, 8), []

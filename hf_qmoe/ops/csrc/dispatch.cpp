@@ -24,24 +24,26 @@ struct Kernels {
     decltype(&hf_qmoe_quantize_8bit_generic) quantize_8bit;
     decltype(&hf_qmoe_combine_generic) combine;
     int (*lora)(const LoraCall*);        // null where there is none
+    int (*transpose)(const TransposeCall*);
     int (*experts)(const ExpertsCall*);  // null where there are none
     int (*grouped_linear)(const GroupedLinearCall*);
 };
 
 #define HF_QMOE_KERNELS(isa) \
     hf_qmoe_dequantize_##isa, hf_qmoe_quantize_4bit_##isa, hf_qmoe_quantize_8bit_##isa, hf_qmoe_combine_##isa
+#define HF_QMOE_LORA(isa) hf_qmoe_lora_##isa, hf_qmoe_transpose_##isa
 #define HF_QMOE_PRODUCTS(isa) hf_qmoe_experts_##isa, hf_qmoe_grouped_linear_##isa
 
 // Lowest first; each processor that has one has those before it.
 const Kernels kAll[] = {
-    {"generic", HF_QMOE_KERNELS(generic), nullptr, nullptr, nullptr},
+    {"generic", HF_QMOE_KERNELS(generic), nullptr, nullptr, nullptr, nullptr},
 #ifdef __x86_64__
-    {"avx2", HF_QMOE_KERNELS(avx2), hf_qmoe_lora_avx2, HF_QMOE_PRODUCTS(avx2)},
-    {"avx512", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512)},
-    {"avx512bf16", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(avx512bf16)},
+    {"avx2", HF_QMOE_KERNELS(avx2), HF_QMOE_LORA(avx2), HF_QMOE_PRODUCTS(avx2)},
+    {"avx512", HF_QMOE_KERNELS(avx512), HF_QMOE_LORA(avx512), HF_QMOE_PRODUCTS(avx512)},
+    {"avx512bf16", HF_QMOE_KERNELS(avx512), HF_QMOE_LORA(avx512), HF_QMOE_PRODUCTS(avx512bf16)},
 #endif
 #ifdef HF_QMOE_AMX
-    {"amx", HF_QMOE_KERNELS(avx512), hf_qmoe_lora_avx512, HF_QMOE_PRODUCTS(amx)},
+    {"amx", HF_QMOE_KERNELS(avx512), HF_QMOE_LORA(avx512), HF_QMOE_PRODUCTS(amx)},
 #endif
 };
 
@@ -216,12 +218,17 @@ HF_QMOE_EXPORT int hf_qmoe_combine(void* tokens, int tokens_dtype, void* rows, i
                              combines, threads);
 }
 
-// Whether the instruction set in use has `hf_qmoe_lora`.
+// Whether the instruction set in use has `hf_qmoe_lora` and `hf_qmoe_transpose`.
 HF_QMOE_EXPORT int hf_qmoe_has_lora() { return kernels().lora != nullptr; }
 
 // See lora.h. Returns 0, or 2 for an unknown dtype.
 HF_QMOE_EXPORT int hf_qmoe_lora(const LoraCall* call) {
     return kernels().lora ? kernels().lora(call) : kBadArgument;
+}
+
+// See lora.h. Returns 0, or 2 for an unknown dtype.
+HF_QMOE_EXPORT int hf_qmoe_transpose(const TransposeCall* call) {
+    return kernels().transpose ? kernels().transpose(call) : kBadArgument;
 }
 
 // Whether the instruction set in use multiplies.

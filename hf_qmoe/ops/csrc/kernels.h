@@ -23,6 +23,8 @@
 // See lora.h.
 int hf_qmoe_lora_avx2(const LoraCall* call);
 int hf_qmoe_lora_avx512(const LoraCall* call);
+int hf_qmoe_transpose_avx2(const TransposeCall* call);
+int hf_qmoe_transpose_avx512(const TransposeCall* call);
 
 // Products with packed weights; see calls.h.
 #define HF_QMOE_DECLARE_PRODUCTS(isa)                          \

@@ -31,3 +31,14 @@ struct LoraCall {
     int64_t threads;
     double scaling;
 };
+
+// out[c][r] = in[r][c], rounded to the dtype of `out`.
+struct TransposeCall {
+    void* out;               // [columns, rows] of `out_dtype`
+    const void* in;          // [rows, columns] of `in_dtype`
+    int64_t rows;
+    int64_t columns;
+    int64_t out_dtype;       // 0 float, 1 bfloat16, 2 float16
+    int64_t in_dtype;
+    int64_t threads;
+};

@@ -38,9 +38,6 @@ def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
 MISSED = {
     *(("experts_time", "forward", experts, 1, 0.18) for experts in (64, 128)),
     *(("experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
-    ("experts_time", "forward", 128, 2048, 0.78),
-    ("experts_time", "read_packed", 128, 1, 1.333),
-    ("expert_lora", "step", 64, 512, 0.3),
 }
 
 
@@ -119,7 +116,7 @@ def test_recorded_times_cover_every_size() -> None:
 
 
 def test_recorded_expert_lora_meets_its_targets() -> None:
-    """Time and both counts of memory, at three numbers of tokens, for two layers; one row is explained."""
+    """Time and both counts of memory, at three numbers of tokens, for two layers."""
     rows = [row for row in _recorded("expert_lora") if row.arm == "hf_qmoe"]
     measured = {(row.metric, row.config["E"], row.config["T"]) for row in rows}
     metrics = ("step", "peak_rss_anon", "peak_tensors")
@@ -130,8 +127,7 @@ def test_recorded_expert_lora_meets_its_targets() -> None:
         targets = expert_lora.TIME_TARGETS if row.metric == "step" else expert_lora.MEMORY_TARGETS
         assert row.target == targets[row.config["T"]]
         assert row.config["rank"] == 16
-        explained = ("expert_lora", row.metric, row.config["E"], row.config["T"], row.target) in MISSED
-        assert run.meets_target(row) != explained, row
+        assert run.meets_target(row), row
 
 
 def test_recorded_convergence() -> None:

@@ -6,6 +6,9 @@ of dequantizing and multiplying in the same dtype.
 """
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -129,6 +132,31 @@ def test_more_rows_than_are_packed_at_a_time(counts, dtype, instruction_set):
     offsets = torch.tensor([0, *itertools.accumulate(counts)])
     x = torch.randn(sum(counts), 1024, generator=torch.Generator().manual_seed(4)).to(dtype)
     assert_near(multiply(x, stack, offsets, exact=False), x, stack.dequantize(torch.float64), offsets)
+
+
+MEASURE_RESERVED = """
+import resource, torch
+from hf_qmoe.ops.schema import grouped_linear
+from hf_qmoe.packed import PackedStack
+torch.set_num_threads(1)
+x = torch.ones(70 * 31, 8192, dtype=torch.bfloat16)
+stack = PackedStack.from_float(torch.randn(70, 1, 8192), "int8", 64)
+def multiply(rows):
+    offsets = (torch.arange(71) * 31).clamp(max=rows)
+    return grouped_linear(x, stack.packed, stack.absmax, None, None, offsets, "int8", False, False)
+multiply(31)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20),) * 2)
+multiply(len(x))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif("HF_QMOE_NATIVE_LIBRARY" in os.environ, reason="sanitizers reserve memory of their own")
+def test_rows_that_are_not_packed_reserve_no_memory() -> None:
+    """36 MB of inputs, few for each expert, are multiplied where 16 MB are left."""
+    run = subprocess.run([sys.executable, "-c", MEASURE_RESERVED], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @by_quant_type

@@ -25,21 +25,37 @@ static inline int64_t rows_in_blocks(int64_t count) {
     return count < kManyRows ? 0 : count / kBlockRows * kBlockRows;
 }
 
+struct Range {
+    int64_t start, end;
+};
+
+// Of the rows of experts `first` to `last`, from the first to the last that lie in blocks.
+static inline Range range_of_blocks(const int64_t* offsets, int64_t first, int64_t last) {
+    Range range = {0, 0};
+    for (int64_t expert = first; expert < last; expert++) {
+        const int64_t start = load(offsets, expert), rows = rows_in_blocks(load(offsets, expert + 1) - start);
+        if (!rows) continue;
+        if (!range.end) range.start = start;
+        range.end = start + rows;
+    }
+    return range;
+}
+
 // The rows of some experts, in blocks and not. Activated rows lie in one array, the blocks of an expert before its
 // other rows; those of x are packed into a copy that has blocks only.
 class BlockedRows {
   public:
-    // Packs the rows of experts `first` to `last`.
+    // Packs those in `range`, which is that of experts `first` to `last`.
     BlockedRows(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t first, int64_t last,
-                int64_t threads)
+                Range range, int64_t threads)
         : rows_(rows),
-          start_(load(offsets, first)),
+          start_(range.start),
           stride_(padded(columns)),
-          packed_((load(offsets, last) - start_) * stride_),
+          packed_((range.end - range.start) * stride_),
           base_(packed_.get()) {
         if (!has_memory()) return;
         BFloat16* out = packed_.get();
-        for_ranges(load(offsets, last) - start_, stride_, (int)threads, [&](int64_t from, int64_t to) {
+        for_ranges(range.end - range.start, stride_, (int)threads, [&](int64_t from, int64_t to) {
             from += start_, to += start_;
             for (int64_t expert = first; expert < last; expert++) {
                 const int64_t begin = load(offsets, expert);
@@ -78,7 +94,7 @@ struct Operand<BlockMath> {
 
     static BlockedRows of(const Rows<BFloat16>& rows, int64_t columns, const int64_t* offsets, int64_t first,
                           int64_t last, int64_t threads) {
-        return BlockedRows(rows, columns, offsets, first, last, threads);
+        return BlockedRows(rows, columns, offsets, first, last, range_of_blocks(offsets, first, last), threads);
     }
     static BlockedRows placed(const Rows<BFloat16>& rows, int64_t, const int64_t*, int64_t, int64_t) {
         return BlockedRows(rows);

@@ -3,11 +3,12 @@
 All arms hold the same weights (`benchmarks.arms`), are verified against float32, and take turns in one process, so
 that a busy moment of the machine falls on all of them; ratios are medians over the rounds. At one token the experts
 that were hit are read once and little else is done: the call, and the kernel within it, is compared with a loop that
-reads as many bytes and does nothing else, and takes its turns with them.
+reads as many bytes and does nothing else, and with a call of a module that does nothing; both take their turns with
+them.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from benchmarks import arms, layers, ours
 from benchmarks.arms import BASELINE, Weights, step
 from benchmarks.bandwidth import PlainRead
 from benchmarks.case import Case, Result, Row, verified_in_run
+from benchmarks.empty_call import EmptyCall
 from benchmarks.layers import OLMOE, QWEN3_30B, Dims, Layer
 from benchmarks.memory import fresh_process
 from benchmarks.timing import Turns, interleave
@@ -27,6 +29,8 @@ from hf_qmoe.ops import native_product
 
 MODES = ("forward", "forward_backward")
 PLAIN_READ = "plain_read"
+EMPTY_CALL = "empty_call"
+_EVICT = "evict"  # not recorded: what comes after it finds the caches as what comes after `PLAIN_READ` does
 #: Highest time of the kernel for one token, relative to reading its packed bytes: three quarters of the bandwidth.
 KERNEL_TARGET = 4 / 3
 COMPETITORS = ("whole_stack", "experts4bit_qlora")  # other ways to use packed experts; ours is compared with each
@@ -65,13 +69,16 @@ def measure(size: Size, dims: Dims) -> Result:
             }
             fitting = arms.fitting(present, dims, tokens)
             steps = {arm: partial(step, layer, given, mode) for arm, layer in fitting.items()}
-            reads = (tokens, mode) == (1, "forward")
-            if reads:
-                steps[PLAIN_READ] = plain_read
+            reading: dict[str, Callable[[], Any]] = {}
+            if (tokens, mode) == (1, "forward"):
+                empty = partial(step, EmptyCall(), given, mode)
+                reading = {_EVICT: plain_read, EMPTY_CALL: empty, PLAIN_READ: plain_read}
             rounds = size.rounds if tokens < size.many_tokens else size.rounds_of_many
             with kernel_times() as kernel:
-                turns = interleave(steps, rounds, limit_ms=size.limit_ms, keep=(BASELINE, PLAIN_READ, *ours.VARIANTS))
-            if reads:
+                turns = interleave(
+                    steps | reading, rounds, limit_ms=size.limit_ms, keep=(BASELINE, *reading, *ours.VARIANTS)
+                )
+            if reading:
                 rows += _read_rows(turns, kernel[-rounds:], plain_read.nbytes, weights, config)
             notes += left_out(present, turns, f"{mode} at E={dims.experts}, T={tokens}", size.limit_ms)
             timed = turns.rows(config, mode, BASELINE)
@@ -110,12 +117,17 @@ def kernel_times() -> Iterator[list[float]]:
 def _read_rows(
     turns: Turns, kernel: list[float], bytes_read: int, weights: Weights, config: Mapping[str, Any]
 ) -> list[Row]:
-    """What one token's packed bytes and scales take: a plain read of as many, our whole call, the kernel within it."""
+    """What one token's packed bytes and scales take: a plain read of as many, our whole call, the kernel within it.
+
+    And a call that reads nothing.
+    """
+    del turns.times[_EVICT]
     stored = sum(parameter.nbytes for parameter in weights.packed.parameters())
     share = stored * weights.dims.top_k / weights.dims.experts / bytes_read
     times = {
         PLAIN_READ: [t * share for t in turns.times.pop(PLAIN_READ)],
         ours.DEFAULT: turns.times[ours.DEFAULT],
+        EMPTY_CALL: turns.times.pop(EMPTY_CALL),
     }
     if kernel:  # none on a machine without
         times["hf_qmoe_kernel"] = kernel

@@ -115,7 +115,7 @@ def test_grouped_linear_of_any_size(shape, dtype, quant_type, instruction_set):
 
 @by_quant_type
 @by_dtype
-@pytest.mark.parametrize("tokens", [*range(1, 20), 31, 32, 33, 47, 48, 63, 64, 80, 95, 256, 257, 272, 273, 300, 527])
+@pytest.mark.parametrize("tokens", [*range(1, 20), 31, 32, 47, 63, 64, 257, 273, 527])
 def test_any_number_of_tokens(tokens, dtype, quant_type, instruction_set):
     """One expert, all tokens."""
     stack = stack_of(1, 48, 320, quant_type)

@@ -74,9 +74,7 @@ def measure(size: Size, dims: Dims) -> Result:
                 steps = _with_reading(steps, reading)
             rounds = size.rounds if tokens < size.many_tokens else size.rounds_of_many
             with kernel_times() as kernel:
-                turns = interleave(
-                    steps | reading, rounds, limit_ms=size.limit_ms, keep=(BASELINE, *reading, *ours.VARIANTS)
-                )
+                turns = interleave(steps, rounds, limit_ms=size.limit_ms, keep=(BASELINE, *reading, *ours.VARIANTS))
             if reading:
                 rows += _read_rows(turns, kernel[-rounds:], plain_read.nbytes, weights, config)
             notes += left_out(present, turns, f"{mode} at E={dims.experts}, T={tokens}", size.limit_ms)

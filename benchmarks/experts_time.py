@@ -111,11 +111,12 @@ def kernel_times() -> Iterator[list[float]]:
     times: list[float] = []
     run = native_product._run
 
-    def timed(name: str, call: Any) -> None:
+    def timed(name: str, *arguments: Any) -> bool:
         start = time.perf_counter()
-        run(name, call)
+        is_done = run(name, *arguments)
         if name == "hf_qmoe_experts":
             times.append((time.perf_counter() - start) * 1e3)
+        return is_done
 
     native_product._run = timed
     try:

@@ -44,7 +44,7 @@ _ARGUMENTS = {
     "hf_qmoe_has_lora": (),
     "hf_qmoe_has_products": (),
     "hf_qmoe_grouped_linear": (_POINTER,),
-    "hf_qmoe_experts": (_POINTER,),
+    "hf_qmoe_experts": (*(_POINTER,) * 5, _INT),
     "hf_qmoe_lora": (_POINTER,),
     "hf_qmoe_transpose": (_POINTER,),
 }

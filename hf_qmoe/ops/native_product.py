@@ -12,9 +12,10 @@ from torch import Tensor
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
 from hf_qmoe.ops.native_library import DTYPES, address, has_memory, has_products, load
 from hf_qmoe.ops.operands import Operands
+from hf_qmoe.ops.short_codebook import short_codebook
 
 
-_BAD_ARGUMENT, _NO_MEMORY = 2, 3
+_BAD_ARGUMENT, _NO_MEMORY, _NO_KERNEL = 2, 3, 4
 
 #: What the gate of an experts layer is: none, rows ``[gate; up]``, or rows gate0, up0, gate1, ...
 GATES = ("none", "concatenated", "interleaved")
@@ -27,7 +28,7 @@ class DescribedStack(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "nested_absmax", "nested_offset")),
-        *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook")),
+        *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook", "short_codebook")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "blocksize", "bits")),
     )
 
@@ -42,15 +43,19 @@ class _GroupedLinearCall(ctypes.Structure):
     )
 
 
-class _ExpertsCall(ctypes.Structure):
+class DescribedExperts(ctypes.Structure):
+    """What calls of one layer have in common, as the kernels take it; made by `describe_experts` and `for_inputs`."""
+
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "x")),
-        *((name, ctypes.c_int64) for name in ("dtype", "out_dtype", "tokens", "top_k")),
-        *((name, ctypes.c_void_p) for name in ("top_k_index", "top_k_weights")),
-        ("num_experts", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("dtype", "out_dtype", "weights_dtype", "tokens", "top_k", "num_experts")
+        ),
         *((name, ctypes.c_void_p) for name in ("up_bias", "down_bias")),
-        *((name, ctypes.c_int64) for name in ("gate", "activation", "threads")),
+        *((name, ctypes.c_int64) for name in ("gate", "activation")),
         *((name, DescribedStack) for name in ("up", "down")),
+        *((name, ctypes.c_void_p) for name in ("out", "x", "top_k_index", "top_k_weights")),
+        ("threads", ctypes.c_int64),
     )
 
 
@@ -82,60 +87,75 @@ def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets:
         *(address(out), address(x), DTYPES[x.dtype], x.shape[0], address(offsets)),
         *(stack.packed.shape[0], torch.get_num_threads(), describe(stack)),
     )
-    _run("hf_qmoe_grouped_linear", call)
+    _run("hf_qmoe_grouped_linear", ctypes.byref(call))
 
 
-def experts_into(
-    out: Tensor,
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    layer: bytes,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-) -> None:
-    """A whole experts layer; call `multiplies` first. The arguments are those of `hf_qmoe.ops.fused.fused_experts`.
+def run_experts(layer: DescribedExperts, out: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
+    """A whole experts layer. The arguments are those of `hf_qmoe.ops.fused.fused_experts`.
 
     Args:
+        layer: from `for_inputs`, for these sizes and dtypes.
         out: contiguous ``[T, H]`` in the dtype of `x` or float32, overwritten.
-        layer: the weights, from `describe_experts`.
+        x, top_k_index, top_k_weights: as `kernels_read`.
+
+    Returns:
+        whether the instruction set in use multiplies; nothing is done if it does not.
 
     Raises:
         ValueError: an index is negative.
         MemoryError: not enough memory for the activations.
     """
-    x, index, weights = _ready(x, x.dtype), _ready(top_k_index, torch.int64), _ready(top_k_weights, torch.float32)
-    biases = [None if bias is None else _ready(bias, torch.float32) for bias in (up_bias, down_bias)]
-    call = _ExpertsCall.from_buffer_copy(layer)
-    call.out, call.x, call.dtype, call.out_dtype = address(out), address(x), DTYPES[x.dtype], DTYPES[out.dtype]
-    call.tokens, call.top_k = index.shape
-    call.top_k_index, call.top_k_weights = address(index), address(weights)
-    call.up_bias, call.down_bias = (None if bias is None else address(bias) for bias in biases)
-    call.activation, call.threads = ACTIVATIONS.index(activation), torch.get_num_threads()
-    _run("hf_qmoe_experts", call)
+    index, weights = address(top_k_index), address(top_k_weights)
+    call = ctypes.byref(layer), out.data_ptr(), address(x), index, weights, torch.get_num_threads()
+    return _run("hf_qmoe_experts", *call)
 
 
-def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As kernels read it; where other work has had the caches, each call that changes nothing is some microseconds."""
-    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+def kernels_read(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
+    """Whether `run_experts` takes these as they are; `ready` makes what it takes of others."""
+    dtypes = top_k_index.dtype == torch.int64 and top_k_weights.dtype in DTYPES
+    return dtypes and x.is_contiguous() and top_k_index.is_contiguous() and top_k_weights.is_contiguous()
 
 
-def _run(name: str, call: ctypes.Structure) -> None:
+def ready(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
+    """`tensor`, contiguous and of one of `dtypes`, as kernels read it."""
+    return (tensor if tensor.dtype in dtypes else tensor.to(dtypes[0])).contiguous()
+
+
+def _run(name: str, *arguments: object) -> bool:
     library = load().library
     assert library is not None
-    status = getattr(library, name)(ctypes.byref(call))
+    status: int = getattr(library, name)(*arguments)
     if status == _BAD_ARGUMENT:
         raise ValueError("top_k_index holds a negative expert index")
     if status == _NO_MEMORY:
         raise MemoryError("not enough memory for the activations of an experts layer")
-    assert status == 0, status
+    assert status in (0, _NO_KERNEL), status
+    return status == 0
 
 
-def describe_experts(up: Operands, down: Operands, gate: str) -> bytes:
-    """What calls of one layer have in common, for `experts_into`; see `describe`."""
+def describe_experts(up: Operands, down: Operands, gate: str) -> DescribedExperts:
+    """The weights of a layer; see `describe`."""
     num_experts = up.packed.shape[0]
-    return bytes(_ExpertsCall(num_experts=num_experts, gate=GATES.index(gate), up=describe(up), down=describe(down)))
+    return DescribedExperts(num_experts=num_experts, gate=GATES.index(gate), up=describe(up), down=describe(down))
+
+
+def for_inputs(
+    layer: DescribedExperts,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> DescribedExperts:
+    """A copy of `layer` for inputs of these sizes and dtypes, and for these biases, which are contiguous float32."""
+    call = DescribedExperts.from_buffer_copy(layer)
+    call.dtype, call.out_dtype, call.weights_dtype = DTYPES[x.dtype], DTYPES[out_dtype], DTYPES[top_k_weights.dtype]
+    call.tokens, call.top_k = top_k_index.shape
+    call.up_bias, call.down_bias = (None if bias is None else address(bias) for bias in (up_bias, down_bias))
+    call.activation = ACTIVATIONS.index(activation)
+    return call
 
 
 def describe(stack: Operands) -> DescribedStack:
@@ -150,5 +170,11 @@ def describe(stack: Operands) -> DescribedStack:
         nested = (address(stack.nested_absmax), address(stack.nested_offset), codes)
     return DescribedStack(
         *(address(stack.packed), address(stack.absmax), *nested, address(codebook(stack.quant_type, "cpu"))),
-        *(rows, columns, stack.blocksize, bits),
+        *(address(short_codebook(stack.quant_type)) if bits == 4 else None, rows, columns, stack.blocksize, bits),
     )
+
+
+def tables_of(quant_type: str) -> list[Tensor]:
+    """The tables of which `describe` gives addresses: to be kept as long as what it describes."""
+    tables = [codebook("int8", "cpu"), codebook(quant_type, "cpu")]
+    return [*tables, short_codebook(quant_type)] if get_format(quant_type).bits == 4 else tables

@@ -13,9 +13,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     used: list[str] = []
     run = native_product._run
 
-    def counted(name: str, call: object) -> None:
+    def counted(name: str, *arguments: object) -> bool:
         used.append(name)
-        run(name, call)
+        return run(name, *arguments)
 
     monkeypatch.setattr(native_product, "_run", counted)
     return used

@@ -12,6 +12,7 @@ struct PackedStack {
     const float* nested_offset;    // [E], or null
     const float* nested_codebook;  // 256 values of the bytes in `absmax`, or null
     const float* codebook;         // 16 or 256 values
+    const float* short_codebook;   // of 4 bits: 16 values that bfloat16 holds, and the factor that makes them `codebook`
     int64_t rows;                  // N
     int64_t columns;               // K, even for 4 bits
     int64_t blocksize;             // even, divides N * K
@@ -32,20 +33,22 @@ struct GroupedLinearCall {
 
 // A layer of experts: the sum over slots of top_k_weights * down(activation(up(x))).
 struct ExpertsCall {
+    int64_t dtype;           // 0 float, 1 bfloat16, 2 float16
+    int64_t out_dtype;       // that of `x`, or 0
+    int64_t weights_dtype;   // of the tokens' weights
+    int64_t tokens;          // T
+    int64_t top_k;           // k
+    int64_t num_experts;     // E
+    const float* up_bias;    // [E, N of `up`], or null
+    const float* down_bias;  // [E, H], or null
+    int64_t gate;            // 0 none, 1 rows [gate; up], 2 rows gate0, up0, gate1, ...
+    int64_t activation;      // 0 SiLU, 1 GELU by tanh, 2 ReLU, 3 its square
+    PackedStack up;          // [E, 2I, H], or [E, I, H] without a gate
+    PackedStack down;        // [E, H, I]
+    // What differs from one call to the next; arguments of the function, which puts them here.
     void* out;                   // [T, H] of `out_dtype`
     const void* x;               // [T, H]
-    int64_t dtype;               // 0 float, 1 bfloat16, 2 float16
-    int64_t out_dtype;           // that of `x`, or 0
-    int64_t tokens;              // T
-    int64_t top_k;               // k
     const int64_t* top_k_index;  // [T, k]; E and more name no expert
-    const float* top_k_weights;  // [T, k]
-    int64_t num_experts;         // E
-    const float* up_bias;        // [E, N of `up`], or null
-    const float* down_bias;      // [E, H], or null
-    int64_t gate;                // 0 none, 1 rows [gate; up], 2 rows gate0, up0, gate1, ...
-    int64_t activation;          // 0 SiLU, 1 GELU by tanh, 2 ReLU, 3 its square
+    const void* top_k_weights;   // [T, k]
     int64_t threads;
-    PackedStack up;              // [E, 2I, H], or [E, I, H] without a gate
-    PackedStack down;            // [E, H, I]
 };

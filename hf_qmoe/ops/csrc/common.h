@@ -28,7 +28,7 @@ struct Float16 {
 enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Results of the exported functions.
-enum Status { kDone = 0, kNotFinite = 1, kBadArgument = 2, kNoMemory = 3 };
+enum Status { kDone = 0, kNotFinite = 1, kBadArgument = 2, kNoMemory = 3, kNoKernel = 4 };
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 

@@ -234,13 +234,17 @@ HF_QMOE_EXPORT int hf_qmoe_transpose(const TransposeCall* call) {
 // Whether the instruction set in use multiplies.
 HF_QMOE_EXPORT int hf_qmoe_has_products() { return kernels().experts != nullptr; }
 
-// See calls.h. Returns 0, 2 for an argument out of range (the outputs then hold nothing of use), or 3 if there was no
-// memory.
+// See calls.h. Returns 0, 2 for an argument out of range (the outputs then hold nothing of use), 3 if there was no
+// memory, or 4 if the instruction set in use does not multiply.
 HF_QMOE_EXPORT int hf_qmoe_grouped_linear(const GroupedLinearCall* call) {
-    return kernels().grouped_linear ? kernels().grouped_linear(call) : kBadArgument;
+    return kernels().grouped_linear ? kernels().grouped_linear(call) : kNoKernel;
 }
 
-// As `hf_qmoe_grouped_linear`; 2 also for a negative index.
-HF_QMOE_EXPORT int hf_qmoe_experts(const ExpertsCall* call) {
-    return kernels().experts ? kernels().experts(call) : kBadArgument;
+// As `hf_qmoe_grouped_linear`; 2 for a negative index. `call` may be used by many threads: it is not written to.
+HF_QMOE_EXPORT int hf_qmoe_experts(const ExpertsCall* call, void* out, const void* x, const int64_t* top_k_index,
+                                   const void* top_k_weights, int threads) {
+    ExpertsCall complete = *call;
+    complete.out = out, complete.x = x, complete.threads = threads;
+    complete.top_k_index = top_k_index, complete.top_k_weights = top_k_weights;
+    return kernels().experts ? kernels().experts(&complete) : kNoKernel;
 }

@@ -17,8 +17,9 @@ from torch.nn.utils import parametrize
 from hf_qmoe.autocast import autocast_dtype
 from hf_qmoe.autograd import frozen_grouped_linear, gather_tokens
 from hf_qmoe.factors import LoraFactors
-from hf_qmoe.inference import activation_name, forward_fused, gate_name, needs_gradient
+from hf_qmoe.inference import activation_name, forward_again, forward_fused, gate_name, needs_gradient
 from hf_qmoe.layout import follows_experts_interface, stack_names
+from hf_qmoe.offload import unload
 from hf_qmoe.once import once
 from hf_qmoe.ops.bias import add_expert_bias
 from hf_qmoe.ops.combine import combine_experts
@@ -287,12 +288,28 @@ class ExpertsNbit(PackedModule):
         """
         top_k_index = router_indices if top_k_index is None else top_k_index
         top_k_weights = routing_weights if top_k_weights is None else top_k_weights
+        try:
+            if not lora_factors:
+                again = forward_again(self, hidden_states, top_k_index, top_k_weights)
+                if again is not None:
+                    return again
+            return self._forward(hidden_states, top_k_index, top_k_weights, lora_factors or {})
+        except BaseException:
+            unload(self)
+            raise
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None,
+        top_k_weights: Tensor | None,
+        lora: Mapping[str, Sequence[LoraFactors]],
+    ) -> Tensor:
         self._check_call(hidden_states, top_k_index, top_k_weights)
         assert top_k_index is not None
         assert top_k_weights is not None
         compute_dtype = self._product_dtype(hidden_states)
         up_name, down_name = self.stack_names
-        lora = lora_factors or {}
         factors = [factor for adapters in lora.values() for adapter in adapters for factor in adapter[:2]]
         differentiates = needs_gradient(chain((hidden_states, top_k_weights, *factors), self.parameters()))
         exact = self.training or differentiates if self.exact is None else self.exact

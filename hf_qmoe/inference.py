@@ -5,11 +5,9 @@ gradient flows through the call); `True` everybody, `False` nobody. Where bits a
 kernels that add in float32 and round less often (`hf_qmoe.ops.fused`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
-from operator import or_
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +18,39 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
 from hf_qmoe.ops.fused import PreparedExperts, can_fuse, fused_experts
-from hf_qmoe.ops.native_product import takes
+from hf_qmoe.ops.native_product import kernels_read, run_experts, takes
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.packed import PackedStack
+from hf_qmoe.plain import are_numbers, is_plain, nobody_watches
+from hf_qmoe.prepared import Call, Found, Known, State, Storages, known_of
 
 
 class Experts(Protocol):
     """What this file has to know of a `hf_qmoe.experts.ExpertsNbit`."""
 
+    training: bool
+    exact: bool | None
+    compute_dtype: torch.dtype | None
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
     is_concatenated: bool
     quant_type: str
     act_fn: Callable[[Tensor], Tensor]
+    _modules: dict[str, Any]
 
     @property
     def stack_names(self) -> tuple[str, ...]:
         """Parameter names, first the up projection."""
 
+    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
+        """What comes between the projections."""
+
     def stack(self, name: str) -> PackedStack:
         """The tensors of one projection."""
 
-    def stored_tensors(self, name: str) -> list[Tensor | None]:
-        """The same as they are stored."""
+    def stored_by_name(self) -> dict[str, Tensor]:
+        """Those of all projections as they are stored."""
 
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -57,9 +64,6 @@ _GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
 # Libraries of kernels put another function there.
 _FORWARDS = {cls: cls.forward for cls in _ACTIVATIONS}
 
-# What a module calls besides its `forward`.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def needs_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd has to see a call with these tensors, backward or forward (which does not mark a tensor)."""
@@ -67,7 +71,7 @@ def needs_gradient(tensors: Iterable[Tensor]) -> bool:
     return is_backward or forward_ad._current_level >= 0
 
 
-def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
+def activation_name(function: Callable[[Tensor], Tensor] | None) -> str | None:
     """What the kernels call an activation; `None` for one that they do not have, or that has been changed."""
     if function is functional.silu:
         return "silu"
@@ -78,8 +82,14 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
         return None
     if cls is _GELU_TANH and not _is_gelu_tanh(function):
         return None
-    has_hooks = any(map(vars(function).get, _HOOKS)) or _has_any_global_hook()
-    return None if has_hooks else _ACTIVATIONS[cls]
+    return None if _is_heard(function) else _ACTIVATIONS[cls]
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether a call of it calls more than its `forward`."""
+    get = module.__dict__.get
+    hooks = get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks")
+    return bool(hooks or _has_any_global_hook())
 
 
 def _is_gelu_tanh(module: nn.Module) -> bool:
@@ -99,7 +109,7 @@ def gate_name(experts: Experts, own_gate: Callable[..., Tensor]) -> str | None:
     """
     if not experts.has_gate:
         return "none"
-    gate = type(experts)._apply_gate  # type: ignore[attr-defined]
+    gate = type(experts)._apply_gate
     if "_apply_gate" in experts.__dict__ or gate not in (own_gate, _default_apply_gate):
         return None
     return "concatenated" if experts.is_concatenated or gate is _default_apply_gate else "interleaved"
@@ -118,102 +128,122 @@ def forward_fused(
     Returns:
         ``[T, H]`` in the dtype of `hidden_states`, or `None` where it has to be computed step by step.
     """
+    state = _state(experts)
     gate = None if experts.has_post_expert_norm else gate_name(experts, own_gate)
     activation = None if gate is None else activation_name(experts.act_fn)  # with a gate of its own there may be none
     if gate is None or activation is None:
         return None
     x = _cast(hidden_states, compute_dtype)
+    inputs = x, top_k_index, top_k_weights
     names = experts.stack_names
     # Views: the memory stays while a kernel reads it, even if another thread assigns to the parameter.
     up_bias, down_bias = (getattr(experts, f"{name}_bias").detach() if experts.has_bias else None for name in names)
+    biases = up_bias, down_bias
     out_dtype = compute_dtype if hidden_states.dtype == compute_dtype else torch.float32
     out: Tensor
-    if _is_plain(x, top_k_index, top_k_weights, up_bias, down_bias) and (found := _prepared(experts, x, gate)):
-        prepared, memory = found
-        out = prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
+    if nobody_watches() and is_plain((*inputs, *biases)) and (found := _prepared(experts, x, gate)):
+        known, memory = found
+        out = known.weights.run(*inputs, *biases, activation, out_dtype)
+        known.call = _call(experts, known, inputs, biases, activation, state) if x is hidden_states else None
         del memory  # until here
         return _cast(out, hidden_states.dtype)
     up, down = (_operands(experts.stack(name)) for name in names)
     if not can_fuse(x, up, down):
         return None
     out = fused_experts(
-        *(x, top_k_index, top_k_weights, *up[:4], up_bias, *down[:4], down_bias),
+        *(*inputs, *up[:4], up_bias, *down[:4], down_bias),
         *(experts.quant_type, gate, activation, out_dtype),
     )
     return _cast(out, hidden_states.dtype)
 
 
+def forward_again(
+    experts: Experts, hidden_states: Tensor, top_k_index: Tensor | None, top_k_weights: Tensor | None
+) -> Tensor | None:
+    """The layer in the way of the last `forward_fused`, if only numbers have changed since; else `None`.
+
+    For one token, after other work has had the caches, checking all anew costs 0.3 ms to the kernel's 1.
+    """
+    known = known_of(experts) if nobody_watches() else None
+    call = None if known is None else known.call
+    if call is None or call.state != _state(experts) or top_k_index is None or top_k_weights is None:
+        return None
+    memory = call.found.again(experts, hidden_states, top_k_index, top_k_weights)
+    if memory is None:
+        return None
+    out = torch.empty_like(hidden_states)
+    is_done = run_experts(call.layer, out, hidden_states, top_k_index, top_k_weights)
+    del memory  # until here
+    return out if is_done else None
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # A call that changes nothing is not free for one token.
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-# The module, for which memory something was prepared, and what; by the module's `id`: it need not have a hash.
-_PREPARED: dict[int, tuple[ref[Experts], tuple[Any, ...], PreparedExperts]] = {}
-
-
-def _keys(*names: str) -> int:
-    """Dispatch keys as torch packs them."""
-    sets = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
-    return reduce(or_, sets).raw_repr()
-
-
-# What the dispatcher looks at where there is nothing special, without and with `torch.inference_mode`.
-_PLAIN_THREAD = (_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect"))
-_PLAIN_TENSOR = (_keys("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), _keys("CPU", "AutocastCPU"))
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may read these tensors without the dispatcher: nobody watches the operators that are called
-    (compiler, mode, transform, tracer, profiler), and `_are_numbers`.
-    """
-    if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
-        return False
-    return torch._C._dispatch_tls_local_include_set().raw_repr() in _PLAIN_THREAD and _are_numbers(tensors)
-
-
-def _are_numbers(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether each is what the CPU's memory holds: no subclass, no batch of vmap, no lazy negation, no fake."""
-    return all(t is None or torch._C._dispatch_keys(t).raw_repr() in _PLAIN_TENSOR for t in tensors)
-
-
-def _prepared(
-    experts: Experts, x: Tensor, gate: str
-) -> tuple[PreparedExperts, list[torch.UntypedStorage | None]] | None:
+def _prepared(experts: Experts, x: Tensor, gate: str) -> tuple[Known, Storages] | None:
     """The layer's weights as described at an earlier call, if they are still there; `None` if no kernel takes them.
 
-    For one token, after other work has had the caches, the operator's way costs 0.4 ms to the kernel's 0.8.
-
     Returns:
-        the description, and the memory of which it has addresses, to be kept while it is used.
+        what is known, and the memory of which it has addresses, to be kept while it is used.
     """
-    stored = [tensor for name in experts.stack_names for tensor in experts.stored_tensors(name)]
-    if not takes(x) or not _are_numbers(stored):
+    if not takes(x):
         return None
-    memory, key = _memory(stored, gate, experts.quant_type)
-    number = id(experts)
-    known = _PREPARED.get(number)
-    if known is not None and known[0]() is experts and known[1] == key:
-        return known[2], memory
+    known, kind = known_of(experts), (gate, experts.quant_type)
+    memory = None if known is None or known.kind != kind else known.found.again(experts)
+    if known is not None and memory is not None:
+        return known, memory
+    stored = experts.stored_by_name()
     up, down = (_operands(experts.stack(name)) for name in experts.stack_names)
-    tensors = (*up[:4], *down[:4])
-    if not can_fuse(x, up, down) or not all(t is None or t.is_contiguous() for t in tensors):
+    tensors = [tensor for tensor in (*up[:4], *down[:4]) if tensor is not None]
+    if not can_fuse(x, up, down) or not are_numbers(tensors) or not all(t.is_contiguous() for t in tensors):
         return None
-    prepared = PreparedExperts(up, down, gate)
-    # Of these views: another thread may have replaced the parameters in between.
-    memory, key = _memory(tensors, gate, experts.quant_type)
-    _PREPARED[number] = ref(experts, lambda _: _PREPARED.pop(number, None)), key, prepared
-    return prepared, memory
+    found = Found(stored)
+    if found.addresses != [tensor.data_ptr() for tensor in tensors]:  # another thread has replaced one since
+        return None
+    return Known(experts, kind, found, PreparedExperts(up, down, gate)), [t.untyped_storage() for t in tensors]
 
 
-def _memory(tensors: Sequence[Tensor | None], *more: str) -> tuple[list[torch.UntypedStorage | None], tuple[Any, ...]]:
-    """The storages of `tensors`, and what identifies the numbers that these read while the storages live."""
-    storages = [None if t is None else t.untyped_storage() for t in tensors]
-    places = (
-        None if t is None or s is None else (s.data_ptr(), t.storage_offset(), t.element_size(), t.shape, t.stride())
-        for t, s in zip(tensors, storages, strict=True)
+def _call(
+    experts: Experts,
+    known: Known,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: str,
+    state: State,
+) -> Call | None:
+    """What makes a call like this one repeatable; `None` if kernels do not read its tensors as they are.
+
+    Or if another thread changes the module meanwhile: what is found has to be what was used.
+    """
+    training, exact, compute_dtype, *_ = state
+    if exact or (training and exact is None) or compute_dtype not in (None, inputs[0].dtype):
+        return None
+    if not kernels_read(*inputs) or not all(bias is None or _is_ready(bias) for bias in biases):
+        return None
+    bias_names = [f"{name}_bias" for name in experts.stack_names] if experts.has_bias else []
+    found = Found(experts.stored_by_name() | {name: getattr(experts, name) for name in bias_names}, inputs)
+    described = known.found.addresses + [bias.data_ptr() for bias in biases if bias is not None]
+    if found.addresses != described:
+        return None
+    return Call(found, state, known.weights.describe(*inputs, *biases, activation, inputs[0].dtype))
+
+
+def _is_ready(bias: Tensor) -> bool:
+    return bias.dtype == torch.float32 and bias.is_contiguous()
+
+
+def _state(experts: Experts) -> State:
+    """What the way of a call depends on, besides tensors."""
+    modules, members = experts._modules, experts.__dict__
+    return (
+        *(experts.training, experts.exact, experts.compute_dtype, experts.quant_type),
+        *(experts.has_gate, experts.has_bias, experts.has_post_expert_norm, experts.is_concatenated),
+        *(type(experts)._apply_gate, "_apply_gate" in members, "parametrizations" in modules),
+        # As an attribute, a submodule is looked for at length.
+        activation_name(modules.get("act_fn") or members.get("act_fn")),
+        *(torch.is_grad_enabled(), forward_ad._current_level),
     )
-    return storages, (*more, *places)
 
 
 def _operands(stack: PackedStack) -> Operands:

@@ -2,8 +2,9 @@
 
 accelerate's offloading replaces ``module.forward`` by a function that loads the weights, calls the original and
 unloads them. Non-reentrant checkpointing stops its recomputation early by an exception from inside a forward, so the
-unloading is skipped, once per region and step, and the model creeps into memory. Hooks registered with
-``always_call=True`` do run then; a plain one would not.
+unloading is skipped, once per region and step, and the model creeps into memory. Packed experts call `unload` when
+their forward is left by an exception. For other modules there are hooks registered with ``always_call=True``, which
+run then; a plain one would not. Experts have none, as a call of a module with hooks takes a longer way through torch.
 """
 
 from typing import Any
@@ -26,6 +27,11 @@ def stop_unloading(module: nn.Module) -> None:
 
 
 def _unload(module: nn.Module, args: Any, output: Any) -> None:
+    unload(module)
+
+
+def unload(module: nn.Module) -> None:
+    """Does what accelerate does after the forward of an offloaded module, if that has not been done."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None or not any(_offloads(h) for h in getattr(hook, "hooks", (hook,))):
         return

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_qmoe import metadata
 from hf_qmoe.layout import by_expert, check_values, float_stack_shapes, is_transposed, stack_names
-from hf_qmoe.offload import stop_unloading, unload_when_interrupted
 from hf_qmoe.ops.formats import get_format
 from hf_qmoe.packed import PackedStack
 
@@ -95,7 +94,6 @@ class PackedModule(nn.Module):
         device = next(iter(stacks.values())).packed.device
         self._description = metadata.describe(stacks)
         self.register_buffer("quant_metadata", metadata.encode(self._description).to(device))
-        unload_when_interrupted(self)
 
     def _forget_stacks(self) -> None:
         """Undoes `_set_stacks`, but for the parameters that bear the stacks' own names."""
@@ -103,7 +101,6 @@ class PackedModule(nn.Module):
             if name not in self.stack_names:
                 delattr(self, name)
         del self.quant_type, self.compute_dtype, self._description
-        stop_unloading(self)
 
     @classmethod
     def _check_quant_type(cls, quant_type: str) -> None:
@@ -140,6 +137,15 @@ class PackedModule(nn.Module):
         own, others = self._parameters, self.__dict__
         keys = [name + suffix for suffix in SUFFIXES.values()]
         return [others.get(key) if (parameter := own.get(key)) is None else parameter for key in keys]
+
+    def stored_by_name(self) -> dict[str, Tensor]:
+        """Those of all projections that are there, by name, in that order."""
+        return {
+            name + suffix: tensor
+            for name in self.stack_names
+            for suffix, tensor in zip(SUFFIXES.values(), self.stored_tensors(name), strict=True)
+            if tensor is not None
+        }
 
     def stacks(self) -> dict[str, PackedStack]:
         """All stacks by parameter name."""

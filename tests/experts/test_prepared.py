@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_qmoe import inference
+from hf_qmoe import prepared
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.ops import formats, native_product
 from tests.support.experts import Inputs, inputs, outputs, packed_experts, relative_error
@@ -91,11 +91,11 @@ def test_what_is_prepared_keeps_no_weight_alive(calls: list[str]) -> None:
     module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.clone(), requires_grad=False)
     gc.collect()
     assert weight() is None
-    assert id(module) in inference._PREPARED
-    kept = len(inference._PREPARED)
+    assert id(module) in prepared._KNOWN
+    kept = len(prepared._KNOWN)
     del module
     gc.collect()
-    assert len(inference._PREPARED) == kept - 1
+    assert len(prepared._KNOWN) == kept - 1
     assert calls == ["hf_qmoe_experts"]
 
 

@@ -216,8 +216,10 @@ def _call(
 
     Or if another thread changes the module meanwhile: what is found has to be what was used.
     """
-    training, exact, compute_dtype, *_ = state
-    if exact or (training and exact is None) or compute_dtype not in (None, inputs[0].dtype):
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return None  # `state` does not have the parameters that may need a gradient, nor autocast's dtype
+    training, exact, compute_dtype, *_, name = state
+    if exact or (training and exact is None) or compute_dtype not in (None, inputs[0].dtype) or name != activation:
         return None
     if not kernels_read(*inputs) or not all(bias is None or _is_ready(bias) for bias in biases):
         return None
@@ -235,14 +237,12 @@ def _is_ready(bias: Tensor) -> bool:
 
 def _state(experts: Experts) -> State:
     """What the way of a call depends on, besides tensors."""
-    modules, members = experts._modules, experts.__dict__
     return (
         *(experts.training, experts.exact, experts.compute_dtype, experts.quant_type),
         *(experts.has_gate, experts.has_bias, experts.has_post_expert_norm, experts.is_concatenated),
-        *(type(experts)._apply_gate, "_apply_gate" in members, "parametrizations" in modules),
-        # As an attribute, a submodule is looked for at length.
-        activation_name(modules.get("act_fn") or members.get("act_fn")),
+        *(type(experts)._apply_gate, "_apply_gate" in experts.__dict__, "parametrizations" in experts._modules),
         *(torch.is_grad_enabled(), forward_ad._current_level),
+        activation_name(getattr(experts, "act_fn", None)),
     )
 
 

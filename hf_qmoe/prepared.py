@@ -63,8 +63,8 @@ class Found:
         parameters, others = module._parameters, module.__dict__  # FSDP1 puts plain tensors there
         tensors: list[Any] = []
         for name in self._names:
-            tensor = parameters.get(name)
-            tensors.append(others.get(name) if tensor is None else tensor)
+            tensor = others.get(name)
+            tensors.append(parameters.get(name) if tensor is None else tensor)
         if self._guards is None or not self._guards.check(*inputs, *tensors):
             return None
         memory = []

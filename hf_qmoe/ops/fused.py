@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_qmoe.ops import native_product
 from hf_qmoe.ops.checks import check
+from hf_qmoe.ops.formats import codebook
 from hf_qmoe.ops.native_library import DTYPES
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.ops.schema import check_stack
@@ -104,7 +105,7 @@ class PreparedExperts:
         check(up_rows == expected, lambda: f"up has {up_rows} rows, {gate} for {features} features needs {expected}")
         self._hidden, self._bias_shapes = hidden, ((experts, up_rows), (experts, hidden))
         self._layer = native_product.describe_experts(up, down, gate)
-        self._tables = native_product.tables_of(up.quant_type)  # kept: it has their addresses
+        self._tables = codebook("int8", "cpu"), codebook(up.quant_type, "cpu")  # kept: it has their addresses
 
     def run(
         self,

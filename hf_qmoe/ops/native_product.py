@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
 from hf_qmoe.ops.native_library import DTYPES, address, has_memory, has_products, load
 from hf_qmoe.ops.operands import Operands
-from hf_qmoe.ops.short_codebook import short_codebook
 
 
 _BAD_ARGUMENT, _NO_MEMORY, _NO_KERNEL = 2, 3, 4
@@ -28,7 +27,7 @@ class DescribedStack(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "nested_absmax", "nested_offset")),
-        *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook", "short_codebook")),
+        *((name, ctypes.c_void_p) for name in ("nested_codebook", "codebook")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "blocksize", "bits")),
     )
 
@@ -170,11 +169,5 @@ def describe(stack: Operands) -> DescribedStack:
         nested = (address(stack.nested_absmax), address(stack.nested_offset), codes)
     return DescribedStack(
         *(address(stack.packed), address(stack.absmax), *nested, address(codebook(stack.quant_type, "cpu"))),
-        *(address(short_codebook(stack.quant_type)) if bits == 4 else None, rows, columns, stack.blocksize, bits),
+        *(rows, columns, stack.blocksize, bits),
     )
-
-
-def tables_of(quant_type: str) -> list[Tensor]:
-    """The tables of which `describe` gives addresses: to be kept as long as what it describes."""
-    tables = [codebook("int8", "cpu"), codebook(quant_type, "cpu")]
-    return [*tables, short_codebook(quant_type)] if get_format(quant_type).bits == 4 else tables

@@ -5,18 +5,6 @@
 
 namespace {
 
-// 16 values as a table that codes are looked up in, rounded by the instruction for it, which takes subnormal values for
-// zeros. Twice the same: bit 4 of an index does not matter.
-static inline __m512i table_of(__m512 values) { return (__m512i)_mm512_cvtne2ps_pbh(values, values); }
-
-// The values of a group by their codes, even columns and then odd ones, as the halves of bytes are: fewer instructions
-// than in order.
-static inline void look_up_split(__m512i table, const uint8_t* in, __m512i (&out)[2]) {
-    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
-    out[0] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table);
-    out[1] = _mm512_permutexvar_epi16(bytes, table);
-}
-
 // As Unpack4<BFloat16>, but a table is rounded by the instruction for it, which takes subnormal values for zeros.
 class Unpack4Rounded {
   public:
@@ -25,16 +13,24 @@ class Unpack4Rounded {
     Unpack4Rounded(const float* codebook, bool) : codebook_(_mm512_loadu_ps(codebook)) {}
 
     void set_scale(float scale) {
-        table_ = table_of(_mm512_mul_ps(codebook_, _mm512_set1_ps(scale)));
+        const __m512 values = _mm512_mul_ps(codebook_, _mm512_set1_ps(scale));
+        table_ = (__m512i)_mm512_cvtne2ps_pbh(values, values);  // twice the same: bit 4 of an index does not matter
     }
 
     void chunk(const uint8_t* in, BFloat16* out) const {
         _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes_32(in), table_));
     }
 
+    // The values of a group, even columns and then odd ones, as the halves of bytes are: fewer instructions than in order.
+    void split(const uint8_t* in, __m512i (&out)[2]) const {
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+        out[0] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table_);
+        out[1] = _mm512_permutexvar_epi16(bytes, table_);
+    }
+
     void split(const uint8_t* in, BFloat16* out) const {
         __m512i values[2];
-        look_up_split(table_, in, values);
+        split(in, values);
         for (int i = 0; i < 2; i++) _mm512_storeu_si512(out + 32 * i, values[i]);
     }
 
@@ -52,30 +48,10 @@ struct BFloat16Math {
     static constexpr int kLanes = 32, kTokens = 6, kDirectTokens = 3;
     static constexpr bool kSplits = true;
 
-    // Weights before they are scaled: one table for all blocks. Their sums are multiplied with the scale in float.
-    class Table {
-      public:
-        explicit Table(const PackedStack& stack)
-            : table_(table_of(_mm512_loadu_ps(stack.short_codebook))), factor_(::load(stack.short_codebook, 16)) {}
-
-        void look_up(const uint8_t* in, __m512i (&out)[2]) const { look_up_split(table_, in, out); }
-        float factor() const { return factor_; }
-
-      private:
-        __m512i table_;
-        float factor_;
-    };
-    static constexpr bool kScalesSums = true;
-
-    static void look_up(const Table& table, const uint8_t* in, Vector (&out)[2]) {
+    static void look_up(const Unpack4& unpack, const uint8_t* in, Vector (&out)[2]) {
         __m512i values[2];
-        table.look_up(in, values);
+        unpack.split(in, values);
         for (int i = 0; i < 2; i++) out[i] = (__m512bh)values[i];
-    }
-
-    static Sum scaled(Sum sum, float scale) { return _mm512_mul_ps(sum, _mm512_set1_ps(scale)); }
-    static Sum add_scaled(Sum total, Sum sum, float scale) {
-        return _mm512_fmadd_ps(sum, _mm512_set1_ps(scale), total);
     }
 
     static Vector load(const Elem* from) { return (__m512bh)_mm512_loadu_si512(from); }

@@ -12,7 +12,6 @@ struct PackedStack {
     const float* nested_offset;    // [E], or null
     const float* nested_codebook;  // 256 values of the bytes in `absmax`, or null
     const float* codebook;         // 16 or 256 values
-    const float* short_codebook;   // of 4 bits: 16 values that bfloat16 holds, and the factor that makes them `codebook`
     int64_t rows;                  // N
     int64_t columns;               // K, even for 4 bits
     int64_t blocksize;             // even, divides N * K

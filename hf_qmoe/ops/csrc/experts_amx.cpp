@@ -252,7 +252,7 @@ bool hf_qmoe_agrees_amx() {
     for (float& scale : absmax) scale = 0.5f + (float)(next() >> 16) * 0x1p-17f;
     for (int i = 0; i < 16; i++) codebook[i] = (float)(2 * i - 15) / 15;
     const PackedStack stack = {packed,   absmax,    nullptr,  nullptr,    nullptr,
-                               codebook, nullptr,   kTileRows, kColumns, kBlocksize, 4};
+                               codebook, kTileRows, kColumns, kBlocksize, 4};
 
     const Buffer<BFloat16> x(kRows * padded(kColumns));
     const int64_t offsets[] = {0, kRows};

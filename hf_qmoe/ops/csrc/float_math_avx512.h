@@ -1,7 +1,6 @@
 // Products in float with AVX-512.
 #pragma once
 
-#include "calls.h"
 #include "scalar.h"
 #include "unpack_avx512.h"
 
@@ -16,14 +15,8 @@ struct FloatMath {
     static constexpr int kLanes = 16, kTokens = 6, kDirectTokens = 2;
     static constexpr bool kSplits = false;
 
-    // Looks up what has been scaled.
-    struct Table : Unpack4 {
-        explicit Table(const PackedStack& stack) : Unpack4(stack.codebook, false) {}
-    };
-    static constexpr bool kScalesSums = false;
-
-    static void look_up(const Table& table, const uint8_t* in, Vector (&out)[4]) {
-        for (int i = 0; i < 4; i++) out[i] = table.Unpack4::look_up(in + 8 * i);
+    static void look_up(const Unpack4& unpack, const uint8_t* in, Vector (&out)[4]) {
+        for (int i = 0; i < 4; i++) out[i] = unpack.look_up(in + 8 * i);
     }
 
     static Vector load(const Elem* from) { return _mm512_loadu_ps(from); }

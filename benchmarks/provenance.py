@@ -48,12 +48,21 @@ def _git(*arguments: str) -> str:
 
 
 def cpu_model() -> str:
-    """Name of the processor, with the instruction set that torch's kernels use."""
+    """Name of the processor, with the instruction set that torch's kernels use.
+
+    Where machines are rented the name is that of the brand, so family and model follow it.
+    """
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+        name = _processor(cpuinfo.read_text(encoding="utf-8")) or name
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _processor(cpuinfo: str) -> str:
+    facts: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    numbers = (f"{word} {facts[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in facts)
+    return ", ".join(filter(None, (facts.get("model name"), " ".join(numbers))))

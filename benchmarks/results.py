@@ -72,7 +72,18 @@ def _parse(record: dict[str, str]) -> tuple[Row, dict[str, str]]:
 
 def current(path: Path) -> list[tuple[Row, dict[str, str]]]:
     """The rows of the newest run: a run measures all of its case, older ones are history."""
+    return _newest(read(path))
+
+
+def current_by_processor(path: Path) -> dict[str, list[Row]]:
+    """The rows of the newest run on each processor."""
     rows = read(path)
+    processors = dict.fromkeys(origin["cpu"] for _, origin in rows)
+    return {cpu: [r for r, _ in _newest((r, o) for r, o in rows if o["cpu"] == cpu)] for cpu in processors}
+
+
+def _newest(rows: Iterable[tuple[Row, dict[str, str]]]) -> list[tuple[Row, dict[str, str]]]:
+    rows = list(rows)
     newest = max((origin["date"] for _, origin in rows), default="")
     return [(row, origin) for row, origin in rows if origin["date"] == newest]
 

@@ -1,6 +1,7 @@
 """The recorded rows: readable, with provenance, and within the stated targets. Nothing is measured here."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     results.append(path, [newer], {"date": "2", "commit": "b"})
     assert results.read(path) == [(ROW, {"date": "1", "commit": "a"}), (newer, {"date": "2", "commit": "b"})]
     assert results.current(path) == [(newer, {"date": "2", "commit": "b"})]
+
+
+def test_each_processor_has_a_newest_run(tmp_path: Path) -> None:
+    """Runs on one are no history of those on another."""
+    path = tmp_path / "case.csv"
+    for date, cpu in enumerate(("a", "a", "b")):
+        results.append(path, [replace(ROW, value=date)], {"date": str(date), "cpu": cpu})
+    newest = {cpu: [row.value for row in rows] for cpu, rows in results.current_by_processor(path).items()}
+    assert newest == {"a": [1], "b": [2]}
 
 
 def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:

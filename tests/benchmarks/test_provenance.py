@@ -9,7 +9,7 @@ from benchmarks.provenance import _processor, cpu_model
     ("cpuinfo", "expected"),
     [
         (
-            "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 18\n",
+            "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel\t\t: 18\n",
             "AMD EPYC, family 25 model 17",
         ),
         ("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd\n", ""),

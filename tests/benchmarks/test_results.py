@@ -44,20 +44,28 @@ def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
         results.append(tmp_path / "case.csv", [ROW], {"date": "1", "gpu": "none"})
 
 
+#: The processors that rows were recorded on; those of the first bear no family and model.
+ZEN_5, ZEN_4 = "AMD EPYC (AVX512)", "AMD EPYC, family 25 model 17 (AVX512)"
+
 #: Targets that are missed: docs/performance.md says why, and what the limit is.
 MISSED = {
-    *(("experts_time", "forward", experts, 1, 0.18) for experts in (64, 128)),
-    *(("experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
-    ("experts_time", "read_packed", 128, 1, 1.333),
+    *((ZEN_5, "experts_time", "forward", experts, 1, 0.18) for experts in (64, 128)),
+    *((ZEN_5, "experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
+    (ZEN_5, "experts_time", "read_packed", 128, 1, 1.333),
+    (ZEN_4, "experts_time", "forward", 128, 1, 0.18),
+    (ZEN_4, "experts_time", "forward", 64, 64, 0.38),
+    *((ZEN_4, "experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
+    (ZEN_4, "experts_time", "read_packed", 64, 1, 1.333),
 }
 
 
 def test_every_target_is_met_but_those_that_are_explained() -> None:
-    """A row that has a target meets it; one that does so at last leaves the list."""
+    """A row that has a target meets it, on every processor; one that does so at last leaves the list."""
     missed = {
-        (name, row.metric, row.config.get("E"), row.config.get("T"), row.target)
+        (cpu, name, row.metric, row.config.get("E"), row.config.get("T"), row.target)
         for name in CASES
-        for row in _recorded(name)
+        for cpu, rows in results.current_by_processor(results.DIRECTORY / f"{name}.csv").items()
+        for row in rows
         if not run.meets_target(row)
     }
     assert missed == MISSED

@@ -125,7 +125,7 @@ class PreparedExperts:
         )
         layer = self.describe(x, index, weights, up_bias, down_bias, activation, out_dtype)
         out = torch.empty_like(x, dtype=out_dtype)
-        native_product.run_experts(layer, out, x, index, weights)
+        check(native_product.run_experts(layer, out, x, index, weights), lambda: native_product.NO_KERNEL)
         return out
 
     def describe(

@@ -9,12 +9,15 @@ import ctypes
 import torch
 from torch import Tensor
 
+from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.formats import NESTED_BLOCKSIZE, codebook, get_format
 from hf_qmoe.ops.native_library import DTYPES, address, has_memory, has_products, load
 from hf_qmoe.ops.operands import Operands
 
 
 _BAD_ARGUMENT, _NO_MEMORY, _NO_KERNEL = 2, 3, 4
+#: What is said then, where there is no other way left.
+NO_KERNEL = "the CPU kernels in use do not multiply; another thread has chosen other ones since it was asked"
 
 #: What the gate of an experts layer is: none, rows ``[gate; up]``, or rows gate0, up0, gate1, ...
 GATES = ("none", "concatenated", "interleaved")
@@ -80,13 +83,14 @@ def grouped_linear_into(out: Tensor, x: Tensor, stack: Operands, expert_offsets:
 
     Raises:
         MemoryError: not enough memory for a thread's tile.
+        RuntimeError: the instruction set in use does not multiply.
     """
     x, stack, offsets = x.contiguous(), stack.contiguous(), expert_offsets.contiguous()
     call = _GroupedLinearCall(
         *(address(out), address(x), DTYPES[x.dtype], x.shape[0], address(offsets)),
         *(stack.packed.shape[0], torch.get_num_threads(), describe(stack)),
     )
-    _run("hf_qmoe_grouped_linear", ctypes.byref(call))
+    check(_run("hf_qmoe_grouped_linear", ctypes.byref(call)), lambda: NO_KERNEL)
 
 
 def run_experts(layer: DescribedExperts, out: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
@@ -121,6 +125,7 @@ def ready(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
 
 
 def _run(name: str, *arguments: object) -> bool:
+    """Calls a kernel; whether there was one."""
     library = load().library
     assert library is not None
     status: int = getattr(library, name)(*arguments)

@@ -351,6 +351,24 @@ def test_the_result_may_be_float32(out_dtype, dtype, instruction_set):
         assert torch.equal(wide.to(dtype), run(x, index, weights, up, down, "none", "silu"))
 
 
+def test_kernels_that_are_chosen_after_others_were_asked(monkeypatch):
+    """By another thread: an output that nothing wrote must not be returned."""
+    if not native_library.has_products():
+        pytest.skip("the CPU kernels in use do not multiply")
+    up, down = layer("concatenated")
+    index, weights = routing(3, 2, 7)
+    x, name = torch.randn(3, 96), native_library.instruction_set()
+    monkeypatch.setattr(native_product, "has_products", lambda: True)
+    native_library.use_instruction_set("generic")
+    try:
+        with pytest.raises(RuntimeError, match="do not multiply"):
+            run(x, index, weights, up, down, "concatenated", "silu")
+        with pytest.raises(RuntimeError, match="do not multiply"):
+            multiply(x, up, torch.tensor([0, 3, *[3] * 6]), exact=False)
+    finally:
+        native_library.use_instruction_set(name)
+
+
 def test_no_tokens_and_no_slots(instruction_set):
     """T = 0 gives nothing, k = 0 gives zeros."""
     up, down = layer("concatenated")

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
 from hf_qmoe.ops.fused import PreparedExperts, can_fuse, fused_experts
-from hf_qmoe.ops.native_product import kernels_read, run_experts, takes
+from hf_qmoe.ops.native_product import LayerInputs, kernels_read, run_experts, takes
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.plain import are_numbers, is_plain, nobody_watches
@@ -138,13 +138,13 @@ def forward_fused(
     names = experts.stack_names
     # Views: the memory stays while a kernel reads it, even if another thread assigns to the parameter.
     up_bias, down_bias = (getattr(experts, f"{name}_bias").detach() if experts.has_bias else None for name in names)
-    biases = up_bias, down_bias
+    given = LayerInputs(*inputs, up_bias, down_bias)
     out_dtype = compute_dtype if hidden_states.dtype == compute_dtype else torch.float32
     out: Tensor
-    if nobody_watches() and is_plain((*inputs, *biases)) and (found := _prepared(experts, x, gate)):
+    if nobody_watches() and is_plain(given) and (found := _prepared(experts, x, gate)):
         known, memory = found
-        out = known.weights.run(*inputs, *biases, activation, out_dtype)
-        known.call = _call(experts, known, inputs, biases, activation, state) if x is hidden_states else None
+        out = known.weights.run(given, activation, out_dtype)
+        known.call = _call(experts, known, given, activation, state) if x is hidden_states else None
         del memory  # until here
         return _cast(out, hidden_states.dtype)
     up, down = (_operands(experts.stack(name)) for name in names)
@@ -204,22 +204,16 @@ def _prepared(experts: Experts, x: Tensor, gate: str) -> tuple[Known, Storages] 
     return Known(experts, kind, found, PreparedExperts(up, down, gate)), [t.untyped_storage() for t in tensors]
 
 
-def _call(
-    experts: Experts,
-    known: Known,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    activation: str,
-    state: State,
-) -> Call | None:
+def _call(experts: Experts, known: Known, given: LayerInputs, activation: str, state: State) -> Call | None:
     """What makes a call like this one repeatable; `None` if kernels do not read its tensors as they are.
 
     Or if another thread changes the module meanwhile: what is found has to be what was used.
     """
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None  # `state` does not have the parameters that may need a gradient, nor autocast's dtype
+    inputs, biases = given[:3], given[3:]
     training, exact, compute_dtype, *_, name = state
-    if exact or (training and exact is None) or compute_dtype not in (None, inputs[0].dtype) or name != activation:
+    if exact or (training and exact is None) or compute_dtype not in (None, given.x.dtype) or name != activation:
         return None
     if not kernels_read(*inputs) or not all(bias is None or _is_ready(bias) for bias in biases):
         return None
@@ -228,7 +222,7 @@ def _call(
     described = known.found.addresses + [bias.data_ptr() for bias in biases if bias is not None]
     if found.addresses != described:
         return None
-    return Call(found, state, known.weights.describe(*inputs, *biases, activation, inputs[0].dtype))
+    return Call(found, state, known.weights.describe(given, activation, given.x.dtype))
 
 
 def _is_ready(bias: Tensor) -> bool:

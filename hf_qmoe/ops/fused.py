@@ -12,6 +12,7 @@ from hf_qmoe.ops import native_product
 from hf_qmoe.ops.checks import check
 from hf_qmoe.ops.formats import codebook
 from hf_qmoe.ops.native_library import DTYPES
+from hf_qmoe.ops.native_product import LayerInputs
 from hf_qmoe.ops.operands import Operands
 from hf_qmoe.ops.schema import check_stack
 
@@ -63,7 +64,7 @@ def fused_experts(
     down = Operands(down_packed, down_absmax, down_nested_absmax, down_nested_offset, quant_type).contiguous()
     check(can_fuse(x, up, down), lambda: f"there are no fused kernels for {x.dtype} on {x.device}")
     prepared = PreparedExperts(up, down, gate)
-    return prepared.run(x, top_k_index, top_k_weights, up_bias, down_bias, activation, out_dtype)
+    return prepared.run(LayerInputs(x, top_k_index, top_k_weights, up_bias, down_bias), activation, out_dtype)
 
 
 @fused_experts.register_fake
@@ -107,42 +108,26 @@ class PreparedExperts:
         self._layer = native_product.describe_experts(up, down, gate)
         self._tables = codebook("int8", "cpu"), codebook(up.quant_type, "cpu")  # kept: it has their addresses
 
-    def run(
-        self,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: str,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
+    def run(self, given: LayerInputs, activation: str, out_dtype: torch.dtype) -> Tensor:
         """`fused_experts` with these weights."""
-        x, index = native_product.ready(x, x.dtype), native_product.ready(top_k_index, torch.int64)
-        weights = native_product.ready(top_k_weights, *DTYPES)
-        up_bias, down_bias = (
-            None if bias is None else native_product.ready(bias, torch.float32) for bias in (up_bias, down_bias)
+        given = LayerInputs(
+            native_product.ready(given.x, given.x.dtype),
+            native_product.ready(given.top_k_index, torch.int64),
+            native_product.ready(given.top_k_weights, *DTYPES),
+            *(None if bias is None else native_product.ready(bias, torch.float32) for bias in given[3:]),
         )
-        layer = self.describe(x, index, weights, up_bias, down_bias, activation, out_dtype)
-        out = torch.empty_like(x, dtype=out_dtype)
-        check(native_product.run_experts(layer, out, x, index, weights), lambda: native_product.NO_KERNEL)
+        layer = self.describe(given, activation, out_dtype)
+        out = torch.empty_like(given.x, dtype=out_dtype)
+        check(native_product.run_experts(layer, out, *given[:3]), lambda: native_product.NO_KERNEL)
         return out
 
-    def describe(
-        self,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: str,
-        out_dtype: torch.dtype,
-    ) -> native_product.DescribedExperts:
+    def describe(self, given: LayerInputs, activation: str, out_dtype: torch.dtype) -> native_product.DescribedExperts:
         """The layer for inputs of these sizes and dtypes, and for these biases, of which it has the addresses.
 
         Raises:
             RuntimeError: they do not belong to these weights.
         """
+        x, top_k_index, top_k_weights, *biases = given
         hidden = self._hidden
         check(x.ndim == 2 and x.shape[1] == hidden, lambda: f"x must be [T, {hidden}], got {tuple(x.shape)}")
         check(
@@ -151,7 +136,7 @@ class PreparedExperts:
                 f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must be [T, k]"
             ),
         )
-        for bias, shape in zip((up_bias, down_bias), self._bias_shapes, strict=True):
+        for bias, shape in zip(biases, self._bias_shapes, strict=True):
             check(
                 bias is None or bias.shape == shape,
                 lambda bias=bias, shape=shape: f"a bias must be {shape}, got {tuple(bias.shape)}",
@@ -159,5 +144,4 @@ class PreparedExperts:
         check(
             out_dtype in (x.dtype, torch.float32), lambda: f"out_dtype must be {x.dtype} or float32, got {out_dtype}"
         )
-        tensors = x, top_k_index, top_k_weights, up_bias, down_bias
-        return native_product.for_inputs(self._layer, *tensors, activation, out_dtype)
+        return native_product.for_inputs(self._layer, given, activation, out_dtype)

@@ -5,6 +5,7 @@ those bits: `hf_qmoe.ops.torch_ops` asks for them only where nobody needs the bi
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,16 @@ class _GroupedLinearCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_experts", "threads")),
         ("weights", DescribedStack),
     )
+
+
+class LayerInputs(NamedTuple):
+    """What a layer of experts is given besides its packed weights, see `hf_qmoe.ops.fused.fused_experts`."""
+
+    x: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 class DescribedExperts(ctypes.Structure):
@@ -144,20 +155,14 @@ def describe_experts(up: Operands, down: Operands, gate: str) -> DescribedExpert
 
 
 def for_inputs(
-    layer: DescribedExperts,
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
+    layer: DescribedExperts, given: LayerInputs, activation: str, out_dtype: torch.dtype
 ) -> DescribedExperts:
     """A copy of `layer` for inputs of these sizes and dtypes, and for these biases, which are contiguous float32."""
     call = DescribedExperts.from_buffer_copy(layer)
-    call.dtype, call.out_dtype, call.weights_dtype = DTYPES[x.dtype], DTYPES[out_dtype], DTYPES[top_k_weights.dtype]
-    call.tokens, call.top_k = top_k_index.shape
-    call.up_bias, call.down_bias = (None if bias is None else address(bias) for bias in (up_bias, down_bias))
+    call.dtype, call.weights_dtype = DTYPES[given.x.dtype], DTYPES[given.top_k_weights.dtype]
+    call.out_dtype = DTYPES[out_dtype]
+    call.tokens, call.top_k = given.top_k_index.shape
+    call.up_bias, call.down_bias = (None if bias is None else address(bias) for bias in given[3:])
     call.activation = ACTIVATIONS.index(activation)
     return call
 

@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from hf_qmoe import prepared
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.ops import formats, native_product
-from tests.support.experts import Inputs, inputs, outputs, packed_experts, relative_error
+from tests.support.experts import Inputs, biased_layer, inputs, outputs, packed_experts, relative_error
 from tests.support.oracle import assert_same_bits
 
 
@@ -169,14 +169,6 @@ def test_tables_live_as_long_as_their_address_is_known(calls: list[str]) -> None
     gc.collect()
     assert not any(table.expired() for table in tables)
     assert calls == ["hf_qmoe_experts"]
-
-
-def biased_layer() -> ExpertsNbit:
-    """With biases, and transformers' own gate."""
-    torch.manual_seed(0)
-    up, down = torch.randn(4, 256, 64) / 8, torch.randn(4, 64, 128) / 8
-    biases = {"gate_up_proj_bias": torch.randn(4, 256), "down_proj_bias": torch.randn(4, 64)}
-    return ExpertsNbit.from_float(up, down, **biases).eval()
 
 
 def exactly(module: ExpertsNbit, arguments: Inputs) -> Tensor:

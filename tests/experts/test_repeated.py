@@ -19,7 +19,7 @@ from hf_qmoe import inference, prepared
 from hf_qmoe.experts import ExpertsNbit
 from hf_qmoe.factors import LoraFactors
 from hf_qmoe.ops import native_library, native_product
-from tests.support.experts import Inputs, inputs
+from tests.support.experts import Inputs, biased_layer, inputs
 from tests.support.oracle import assert_same_bits
 
 
@@ -44,11 +44,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def layer(**options: object) -> ExpertsNbit:
-    """With biases, and transformers' own gate."""
-    torch.manual_seed(0)
-    up, down = torch.randn(4, 256, 64) / 8, torch.randn(4, 64, 128) / 8
-    biases = {"gate_up_proj_bias": torch.randn(4, 256), "down_proj_bias": torch.randn(4, 64)}
-    return ExpertsNbit.from_float(up, down, **biases, **options).eval().requires_grad_(False)
+    return biased_layer(**options).requires_grad_(False)
 
 
 def arguments_of(given: Inputs) -> Arguments:

@@ -67,6 +67,14 @@ def packed_experts(cls: type[nn.Module] = Qwen3MoeExperts, quant_type: str = "nf
     return ExpertsNbit.from_experts(float_experts(cls), quant_type, **options)
 
 
+def biased_layer(**options: object) -> ExpertsNbit:
+    """A packed module with biases and transformers' own gate, always of the same weights."""
+    torch.manual_seed(0)
+    up, down = torch.randn(4, 256, 64) / 8, torch.randn(4, 64, 128) / 8
+    biases = {"gate_up_proj_bias": torch.randn(4, 256), "down_proj_bias": torch.randn(4, 64)}
+    return ExpertsNbit.from_float(up, down, **biases, **options).eval()
+
+
 @cache
 def decorated_classes() -> dict[str, type[nn.Module]]:
     """Every class in transformers under ``@use_experts_implementation`` that `config` can build, by name."""

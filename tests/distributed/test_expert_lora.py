@@ -4,13 +4,11 @@ import copy
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.lora import FORMS, logits, lora_config, lora_tensors, packed_and_float, randomize
 from tests.support.models import NUM_EXPERTS, token_ids
 from tests.support.oracle import assert_same_bits
+from tests.support.processes import RANKS, run_ranks
 
 
-RANKS = 2
 FAMILIES = ("qwen3_moe", "gpt_oss")
 
 
@@ -132,9 +130,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {
 }
 
 
-def _worker(rank: int, rendezvous: str, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(minutes=1), world_size=RANKS, rank=rank)
+def _worker(rank: int, directory: str) -> None:
     for name, (check, args) in CASES.items():
         try:
             check(rank, *args)
@@ -142,14 +138,13 @@ def _worker(rank: int, rendezvous: str, directory: str) -> None:
         except Exception:
             outcome = traceback.format_exc()
         Path(directory, f"{name}-{rank}").write_text(outcome)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file per case and process with what went wrong. One pair of processes: starting them takes the longest."""
     path = tmp_path_factory.mktemp("outcomes")
-    mp.spawn(_worker, (str(path / "rendezvous"), str(path)), nprocs=RANKS, join=True)
+    run_ranks(_worker, path / "rendezvous", str(path))
     return path
 
 

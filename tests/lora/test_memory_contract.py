@@ -18,7 +18,7 @@ from hf_qmoe.ops import torch_ops
 from hf_qmoe.packed import PackedStack
 from hf_qmoe.pending import PendingParametrization
 from tests.support.experts import Inputs, Layout, float_experts, inputs, layout_class
-from tests.support.heap import live_tensors
+from tests.support.heap import live_tensors, small_heap  # noqa: F401
 from tests.support.lora import FORMS, lora_tensors, randomize
 from tests.support.oracle import assert_same_bits, recorded_saves, storage_params
 
@@ -40,15 +40,6 @@ by_storage = pytest.mark.parametrize(("quant_type", "double_quant"), storage_par
 by_kind = pytest.mark.parametrize(
     ("quant_type", "double_quant"), storage_params((("nf4", True), ("int8", False), ("bf16", False)))
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Leaves objects that exist already out of garbage collections, which would take most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Model(nn.Module):

@@ -1,5 +1,6 @@
 """Storage formats: bytes, scales and values are bitsandbytes' own; what it does not check is checked."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hf_qmoe.ops import formats, reference
 from hf_qmoe.ops.defaults import torch_defaults
@@ -450,16 +452,12 @@ def test_16_bit_formats_have_no_codebook(quant_type):
         formats.codebook(quant_type, "cpu")
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize(("first", "dtype"), [("quantize", torch.float64), ("multiply", torch.bfloat16)])
-def test_the_default_dtype_is_not_remembered(first, dtype, kernels):
-    """Tables are made once in a process, bitsandbytes' own among them. Under another default dtype
-    (`torch.set_default_dtype`) they are the same.
-    """
-    script = f"""
+#: Its arguments: a default dtype, whether experts are called before it is set, the file of the results.
+DEFAULT_DTYPE_SCRIPT = """
+import sys
+
 import torch
 from hf_qmoe import ExpertsNbit
-from hf_qmoe.ops import formats
 
 generator = torch.Generator().manual_seed(0)
 weights = [torch.randn(2, 128, 64, generator=generator), torch.randn(2, 64, 64, generator=generator)]
@@ -474,23 +472,36 @@ def run():
         outputs += [experts.gate_up_proj.detach(), unpacked, experts(*arguments).detach()]
     return outputs
 
-packed = ExpertsNbit.from_float(*weights).eval() if {first!r} == "multiply" else None
-torch.set_default_dtype({dtype})
+dtype, first, path = sys.argv[1:]
+packed = ExpertsNbit.from_float(*weights).eval() if first == "multiply" else None
+torch.set_default_dtype(getattr(torch, dtype))
 if packed is not None:
     packed(*arguments)
 outputs = run()
 torch.set_default_dtype(torch.float32)
-import sys
-torch.save(outputs, sys.argv[1])
+torch.save(outputs, path)
 """
+
+
+@functools.cache
+def results_under(dtype: str, first: str, kernels: str) -> list[Tensor]:
+    """What `DEFAULT_DTYPE_SCRIPT` gives in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        results = []
-        for name, text in (("changed", script), ("plain", script.replace(f"({dtype})", "(torch.float32)"))):
-            environment = os.environ | {"HF_QMOE_CPU_KERNELS": kernels}
-            command = [sys.executable, "-c", text, f"{folder}/{name}"]
-            subprocess.run(command, check=True, capture_output=True, env=environment)
-            results.append(torch.load(f"{folder}/{name}"))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        command = [sys.executable, "-c", DEFAULT_DTYPE_SCRIPT, dtype, first, f"{folder}/results"]
+        environment = os.environ | {"HF_QMOE_CPU_KERNELS": kernels}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return torch.load(f"{folder}/results")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize(("first", "dtype"), [("quantize", "float64"), ("multiply", "bfloat16")])
+def test_the_default_dtype_is_not_remembered(first, dtype, kernels):
+    """Tables are made once in a process, bitsandbytes' own among them. Under another default dtype
+    (`torch.set_default_dtype`) they are the same.
+    """
+    results, expected = results_under(dtype, first, kernels), results_under("float32", "quantize", kernels)
+    assert len(results) == 12
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("quant_type", SCALED)

@@ -40,13 +40,13 @@ sanitize: $(VENV)/.stamp-test  ## run the tests of the CPU kernels with address 
 	$(PY) hf_qmoe/ops/build_native.py --sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_sanitize.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(PY) -m pytest -q tests/ops/test_native.py tests/ops/test_products.py tests/ops/test_combine.py tests/ops/test_lora.py \
+		$(PY) -m pytest -n $(WORKERS) -q tests/ops/test_native.py tests/ops/test_products.py tests/ops/test_combine.py tests/ops/test_lora.py \
 		-k "not every_mode" $(ARGS)
 
 emulate-amx: $(VENV)/.stamp-test  ## run the tests of products with AMX, its instructions emulated
 	$(PY) hf_qmoe/ops/build_native.py --emulate-amx
 	HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_amx_emulated.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(PY) -m pytest -q tests/ops/test_amx.py tests/ops/test_products.py -k amx $(ARGS)
+		$(PY) -m pytest -n $(WORKERS) -q tests/ops/test_amx.py tests/ops/test_products.py -k amx $(ARGS)
 
 # The oldest releases that are supported, beside the pinned ones. That bitsandbytes' own hooks leak when checkpointing.
 FLOOR := bitsandbytes==0.48.0 peft==0.20.0

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -39,6 +40,8 @@ _FLAGS = (
     # GCC 12 warns about its own intrinsics headers.
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
+#: Run at a time; each takes a few hundred megabytes.
+_MOST_COMPILERS = 4
 _OPTIMIZE = ("-O3",)
 _EMULATE = ("-O1",)  # compiling takes longer than the tests
 _SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -131,10 +134,15 @@ def _compile(
 ) -> None:
     # Linked beside its destination and moved over it: a process that has the old library open keeps it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-build-") as folder:
-        objects = []
-        for name, flags in units:
-            objects.append(f"{folder}/{name}.o")
-            _run([*command, *_FLAGS, *defines, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
+        objects = [f"{folder}/{name}.o" for name, _ in units]
+        commands = [
+            [*command, *_FLAGS, *defines, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", where]
+            for (name, flags), where in zip(units, objects, strict=True)
+        ]
+        # Those that take longest first, so that none of them is left at the end.
+        commands.sort(key=lambda words: not Path(words[-3]).name.startswith("experts_"))
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool:
+            list(pool.map(_run, commands))
         linked = Path(folder) / target.name
         _run([*command, "-shared", *objects, "-o", str(linked)])
         os.replace(linked, target)

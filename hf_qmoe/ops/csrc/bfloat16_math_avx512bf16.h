@@ -45,7 +45,7 @@ struct BFloat16Math {
     using Sum = __m512;
     using Unpack4 = Unpack4Rounded;
     using Unpack8 = ::Unpack8<BFloat16>;
-    static constexpr int kLanes = 32, kTokens = 6, kDirectTokens = 3;
+    static constexpr int kLanes = 32, kTokens = 6, kDirectTokens = 6;
     static constexpr bool kSplits = true;
 
     static void look_up(const Unpack4& unpack, const uint8_t* in, Vector (&out)[2]) {

@@ -52,7 +52,6 @@ MISSED = {
     *((ZEN_5, "experts_time", "forward", experts, 1, 0.18) for experts in (64, 128)),
     *((ZEN_5, "experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
     (ZEN_5, "experts_time", "read_packed", 128, 1, 1.333),
-    (ZEN_4, "experts_time", "forward", 128, 1, 0.18),
     (ZEN_4, "experts_time", "forward", 64, 64, 0.38),
     *((ZEN_4, "experts_time", "forward", experts, 512, 0.52) for experts in (64, 128)),
     (ZEN_4, "experts_time", "read_packed", 64, 1, 1.333),

@@ -19,13 +19,13 @@ class NativeKernels(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the library in place and adds it to the wheel, which then is for this platform only."""
+        """Adds the library, built in place if it is not there, to the wheel, which then is for this platform only."""
         if self.target_name != "wheel":
             return
         # By path: the package itself cannot be imported, its dependencies are not there while it is being built.
         builder = runpy.run_path(str(Path(self.root, "hf_qmoe", "ops", "build_native.py")))
         try:
-            library = builder["build"]()
+            library = builder["build_if_needed"]()
         except builder["BuildError"] as error:
             if os.environ.get("HF_QMOE_REQUIRE_NATIVE", "0") not in ("", "0"):
                 raise

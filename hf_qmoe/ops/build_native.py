@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels in ``csrc``: ``python -m hf_qmoe.ops.build_native [--sanitize] [--emulate-amx]``.
+"""Compiles the CPU kernels in ``csrc``: ``python -m hf_qmoe.ops.build_native``, with ``--help`` for more.
 
 The library lands beside this file, for installs of every kind: the build hook of the package, the Makefile and the
 command line all come here. This file needs the standard library only, since the hook runs before anything else is
@@ -52,8 +52,8 @@ class BuildError(RuntimeError):
 
 
 def source_digest() -> str:
-    """Identifies the sources and flags of a library, so that one built from others is not used."""
-    digest = hashlib.sha256(repr((_FLAGS, _X86_FLAGS)).encode())
+    """Identifies the sources and flags of a library, and its kind of machine, so that another one is not used."""
+    digest = hashlib.sha256(repr((_FLAGS, _X86_FLAGS, platform.machine())).encode())
     for path in sorted(SOURCES.iterdir()) if SOURCES.is_dir() else ():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -105,6 +105,18 @@ def build(sanitize: bool = False, output: Path | None = None, emulate_amx: bool 
         # clang often comes without OpenMP; the kernels then use one thread
         _compile([*compiler, *mode], units, defines, target)
     return target
+
+
+def build_if_needed() -> Path:
+    """`LIBRARY`, compiled unless it was from these sources: installing again, with other extras, is quick.
+
+    With ``$CXX`` it is compiled in any case, by that compiler.
+
+    Raises:
+        BuildError: see `build`.
+    """
+    is_current = LIBRARY.is_file() and source_digest().encode() in LIBRARY.read_bytes()
+    return LIBRARY if is_current and not os.environ.get("CXX") else build()
 
 
 def _takes(compiler: Sequence[str], flags: Sequence[str]) -> bool:
@@ -166,9 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sanitize", action="store_true", help=f"build {SANITIZED_LIBRARY.name} with checks")
     parser.add_argument("--emulate-amx", action="store_true", help=f"build {EMULATED_LIBRARY.name}, for the tests")
+    parser.add_argument("--if-needed", action="store_true", help=f"not if {LIBRARY.name} is of these sources")
     options = parser.parse_args(arguments)
+    if options.if_needed and (options.sanitize or options.emulate_amx):
+        parser.error("--if-needed is for the library without checks and emulation")
     try:
-        library = build(options.sanitize, emulate_amx=options.emulate_amx)
+        library = build_if_needed() if options.if_needed else build(options.sanitize, emulate_amx=options.emulate_amx)
     except BuildError as error:
         print(f"hf_qmoe: CPU kernels not built: {error}", file=sys.stderr)
         return 1

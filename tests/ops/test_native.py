@@ -502,6 +502,33 @@ def test_without_a_working_compiler_nothing_is_built(compiler, monkeypatch, tmp_
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_library_of_these_sources_is_not_built_again(monkeypatch, tmp_path):
+    """Installing with other extras does not compile; other sources, no library or a compiler by name do."""
+    library, built = tmp_path / "_native.so", []
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build_native, "LIBRARY", library)
+    monkeypatch.setattr(build_native, "build", lambda *_, **__: built.append(len(built)) or library)
+    assert build_native.build_if_needed() == library
+    assert built == [0]
+    library.write_bytes(b"of 0123456789abcdef")
+    assert build_native.main(["--if-needed"]) == 0
+    assert built == [0, 1]
+    library.write_bytes(b"of " + build_native.source_digest().encode() + b"\0")
+    assert build_native.build_if_needed() == library
+    assert build_native.main(["--if-needed"]) == 0
+    assert built == [0, 1]
+    monkeypatch.setenv("CXX", "g++")
+    assert build_native.build_if_needed() == library
+    assert built == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_library_names_its_sources():
+    """Which is what tells whether it has to be built again."""
+    library = Path(os.environ.get("HF_QMOE_NATIVE_LIBRARY") or build_native.LIBRARY)
+    assert build_native.source_digest().encode() in library.read_bytes()
+
+
 PROGRAM = """
 import hashlib, sys, torch
 from hf_qmoe.ops import cpu, formats, native, native_library

@@ -41,7 +41,7 @@ sanitize: $(VENV)/.stamp-test  ## run the tests of the CPU kernels with address 
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		HF_QMOE_NATIVE_LIBRARY=hf_qmoe/ops/_native_sanitize.so OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		$(PY) -m pytest -n $(WORKERS) -q tests/ops/test_native.py tests/ops/test_products.py tests/ops/test_combine.py tests/ops/test_lora.py \
-		-k "not every_mode and not 900-1024" $(ARGS)
+		-m "not slow" $(ARGS)
 
 emulate-amx: $(VENV)/.stamp-test  ## run the tests of products with AMX, its instructions emulated
 	$(PY) hf_qmoe/ops/build_native.py --emulate-amx

@@ -146,13 +146,12 @@ def _compile(
 ) -> None:
     # Linked beside its destination and moved over it: a process that has the old library open keeps it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-build-") as folder:
-        objects = [f"{folder}/{name}.o" for name, _ in units]
-        commands = [
-            [*command, *_FLAGS, *defines, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", where]
-            for (name, flags), where in zip(units, objects, strict=True)
-        ]
+        objects, commands = [], []
         # Those that take longest first, so that none of them is left at the end.
-        commands.sort(key=lambda words: not Path(words[-3]).name.startswith("experts_"))
+        for name, flags in sorted(units, key=lambda unit: not unit[0].startswith("experts_")):
+            objects.append(f"{folder}/{name}.o")
+            source = str(SOURCES / f"{name}.cpp")
+            commands.append([*command, *_FLAGS, *defines, *flags, "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool:
             list(pool.map(_run, commands))
         linked = Path(folder) / target.name

@@ -325,7 +325,9 @@ def test_a_layer_in_every_format(tokens, double_quant, dtype, quant_type, instru
 
 
 @by_dtype
-@pytest.mark.parametrize(("tokens", "hidden"), [(37, 256), (400, 256), (900, 1024)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(37, 256), (400, 256), pytest.param(900, 1024, marks=pytest.mark.slow)]
+)
 def test_threads_do_not_change_a_bit(tokens, hidden, dtype, instruction_set, threads):
     """Each number is made by one thread, its terms added in one order."""
     up, down = layer("concatenated", hidden=hidden, features=320)
